@@ -17,17 +17,25 @@ from typing import Any
 
 import jax
 
-from jaxspec.engine import background, compilation_cache, jax_settings, stored_programs
+from jaxspec.engine import background, compilation_cache, jax_settings, memory, stored_programs
 from jaxspec.engine.background import Worker
 from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.engine.stored_programs import Key
 from jaxspec.host.progress import Progress
 
-# Programs kept; the least recently used one is dropped. Clients of a server may ask for any number of them, by options
-# of methods, filters and lengths, and each takes 10 MB or more. A batch of one method uses fewer than ten.
+# Programs that a process keeps, of all its models; the least recently used one is dropped. Clients of a server may ask
+# for any number of them, by options of methods, filters and lengths, and each takes 10 MB or more. A batch of one
+# method uses fewer than ten.
 MAX_PROGRAMS = 128
-# Specialised executables kept; the least recently used one is dropped.
+# The share of the memory mappings that the system allows, above which programs are dropped too. On a CPU a program has
+# 100 to 1,000, Linux allows 65,530, and the compiler ends the process if it gets no more.
+MAX_MAPPINGS = 0.75
+# Specialised executables that a model keeps; the least recently used one is dropped.
 MAX_VARIANTS = 16
+# The programs of all models in the process, by their executables and key; those that were used last come last.
+_USED: OrderedDict[tuple[weakref.ref[Executables], Any], None] = OrderedDict()
+# Guards the programs of all models, because a new program of one may drop those of another.
+_LOCK = threading.Lock()
 # A jitted function, its traced arguments and its static ones.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 # Names of the threads that compile and load programs for which no caller waits, and the `nice` value of the first.
@@ -69,7 +77,7 @@ class Executables:
       longest_ms: the longest compile time of one executable, milliseconds.
       blocked_ms: the total time that callers waited for compilation or loading, milliseconds.
       variants: counts of the specialised executables.
-      num_dropped: the number of programs that were dropped, see `MAX_PROGRAMS`.
+      num_dropped: the number of programs that were dropped, see `MAX_PROGRAMS` and `MAX_MAPPINGS`.
       warmed: the keys of prefills that `LanguageModel.warm_up` has compiled.
     """
 
@@ -81,11 +89,9 @@ class Executables:
         self.variants = VariantCounts()
         self.num_dropped = 0
         self.warmed: set[Any] = set()
-        self._variants: OrderedDict[Any, Future[Any]] = OrderedDict()
-        self._variant_pool: Worker | None = None
-        # Those that were used last come last.
+        # The specialised ones have a `_Variant` as key. Those that were used last come last.
         self._futures: OrderedDict[Any, Future[Any]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = _LOCK
         self._pools: dict[str, Worker] = {}
         self._described: list[Future[None]] = []
         self._whats: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()
@@ -210,7 +216,7 @@ class Executables:
         """Whether a program is being compiled or is queued for it."""
         with self._lock:
             self._described = [future for future in self._described if not future.done()]
-            futures = *self._described, *self._futures.values(), *self._variants.values()
+            futures = *self._described, *self._futures.values()
             return any(not future.done() for future in futures)
 
     def variant(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any] | None:
@@ -219,19 +225,18 @@ class Executables:
         For executables that a general one can replace: at most `MAX_VARIANTS` of them are kept, one is compiled at a
         time, and one that fails to compile is not tried again.
         """
-        key = _key(function, args, static)
+        key = _Variant(_key(function, args, static))
         with self._lock:
-            future = self._variants.get(key)
-            if future is None and all(other.done() for other in self._variants.values()):
-                future = self._variants[key] = Future()
-                if self._variant_pool is None:
-                    self._variant_pool = Worker("jaxspec-variant")
+            future = self._futures.get(key)
+            known = [one for one in self._futures if isinstance(one, _Variant)]
+            if future is not None:
+                self._use(key)
+            elif all(self._futures[other].done() for other in known):
+                if len(known) == MAX_VARIANTS:
+                    self._drop(known[0])
+                future = self._add(key)
                 compile_variant = _with_callers_precision(self._compile_variant)
-                self._variant_pool.submit(compile_variant, future, function, args, static)
-                if len(self._variants) > MAX_VARIANTS:
-                    self._variants.popitem(last=False)
-            elif future is not None:
-                self._variants.move_to_end(key)
+                self._pool("jaxspec-variant").submit(compile_variant, future, function, args, static)
             ready = future is not None and future.done() and future.exception() is None
             counted = {"hits": self.variants.hits + 1} if ready else {"misses": self.variants.misses + 1}
             self.variants = dataclasses.replace(self.variants, **counted)
@@ -247,7 +252,7 @@ class Executables:
         with Progress() as progress:
             for list_of in (
                 lambda: self._described,
-                lambda: [*self._futures.values(), *self._variants.values()],
+                lambda: [*self._futures.values()],
                 lambda: self._described,  # including what follows a compilation
             ):
                 with self._lock:
@@ -265,16 +270,36 @@ class Executables:
         with self._lock:
             known = self._futures.get(key)
             if known is not None:
-                self._futures.move_to_end(key)
+                self._use(key)
                 return key, known, False
-            future: Future[Any] = Future()
-            self._futures[key] = future
-            unused = [one for one, of in self._futures.items() if of.done()]
-            for dropped in unused[: max(len(self._futures) - MAX_PROGRAMS, 0)]:
-                del self._futures[dropped]
-                self._kept_ms.pop(dropped, None)
-                self.num_dropped += 1
-        return key, future, True
+            return key, self._add(key), True
+
+    def _use(self, key: Any) -> None:
+        """Makes a program the one that was used last. Needs the lock, as do `_add` and `_drop`."""
+        self._futures.move_to_end(key)
+        used = weakref.ref(self), key
+        _USED[used] = None
+        _USED.move_to_end(used)
+
+    def _add(self, key: Any) -> Future[Any]:
+        """Adds a program, which the caller must compile, and drops those that were used least recently."""
+        future: Future[Any] = Future()
+        self._futures[key] = future
+        self._use(key)
+        for used in [(owner, old) for owner, old in _USED if not (one := owner()) or old not in one._futures]:
+            del _USED[used]  # the model was deleted, or the program was not compiled
+        for owner, old in list(_USED):
+            if len(_USED) <= MAX_PROGRAMS and memory.used_mappings() <= MAX_MAPPINGS:
+                break
+            one = owner()
+            if one is not None and one._futures[old].done():
+                one._drop(old)
+        return future
+
+    def _drop(self, key: Any) -> None:
+        del self._futures[key], _USED[weakref.ref(self), key]
+        self._kept_ms.pop(key, None)
+        self.num_dropped += 1
 
     def _compile_variant(self, future: Future[Any], function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
@@ -313,6 +338,13 @@ class Executables:
                 self.compile_ms += spent_ms
                 self.longest_ms = max(self.longest_ms, spent_ms)
         future.set_result(made.program)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variant:
+    """The key of a specialised executable."""
+
+    key: Any
 
 
 def _yield() -> None:

@@ -68,6 +68,19 @@ def _free_host_bytes() -> int | None:
         return None
 
 
+def used_mappings() -> float:
+    """Returns the share of the memory mappings that Linux allows a process which this one has; 0.0 elsewhere.
+
+    A CPU program has mappings for each part that was compiled on its own, and a process that gets no more ends.
+    """
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            used = sum(1 for _ in file)
+        return used / int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
 def check_fits(
     config: LlamaConfig,
     dtype: DTypeLike,

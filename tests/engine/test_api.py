@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import inspect
 import re
+import sys
 import weakref
 
 import jax
@@ -158,6 +159,46 @@ def test_the_programs_used_least_recently_are_dropped(monkeypatch):
     assert (executables.num_compilations, executables.num_dropped) == (4, 1)
     assert executables.call(add, jnp.ones(2), number=1).tolist() == [2, 2]
     assert executables.num_compilations == 5
+
+
+def test_models_of_a_process_share_the_limits_of_programs(monkeypatch):
+    """A deleted model does not count, and a program is not dropped while it is compiled."""
+    monkeypatch.setattr(module, "_USED", type(module._USED)())
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 3)
+    add = jax.jit(lambda x, *, number: x + number, static_argnames="number")
+    first, second, deleted = Executables(), Executables(), Executables()
+    deleted.call(add, jnp.ones(2), number=0)
+    del deleted
+    gc.collect()
+    for number, one in enumerate((first, first, second)):
+        one.call(add, jnp.ones(2), number=number)
+    assert (first.num_dropped, second.num_dropped) == (0, 0)
+    second.call(add, jnp.ones(2), number=3)
+    assert (first.num_dropped, second.num_dropped) == (1, 0)
+    assert not first.holds(first.key(add, jnp.ones(2), number=0))
+
+    # Each program has a quarter of the mappings that the system allows.
+    share = {"used": lambda: (len(first._futures) + len(second._futures)) / 4}
+    monkeypatch.setattr(memory, "used_mappings", lambda: share["used"]())
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 100)
+    for number in (4, 5):
+        first.call(add, jnp.ones(2), number=number)
+    assert (first.num_dropped, second.num_dropped) == (2, 1)
+
+    @jax.jit
+    def outer(x):
+        first.compiled(add, jax.ShapeDtypeStruct((2,), x.dtype), number=9)  # while this program is compiled
+        return x
+
+    share["used"] = lambda: 1.0
+    second.call(outer, jnp.ones(2))
+    assert (len(first._futures), len(second._futures)) == (1, 1)
+    assert second.call(add, jnp.ones(2), number=3).tolist() == [4, 4]
+
+
+def test_the_used_mappings_are_a_share():
+    assert memory.used_mappings() < 1
+    assert (memory.used_mappings() > 0) == (sys.platform == "linux")
 
 
 def test_only_candidates_whose_programs_were_dropped_are_forgotten(monkeypatch):

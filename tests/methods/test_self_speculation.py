@@ -271,7 +271,7 @@ def test_only_so_many_static_programs_are_kept():
     assert executables.variant(double, jnp.ones(2), by=0) is None
     executables.wait()
     assert executables.variants.hits == 1
-    assert len(executables._variants) == MAX_VARIANTS
+    assert len(executables._futures) == MAX_VARIANTS
 
 
 def test_a_static_program_that_fails_to_compile_is_not_tried_again():
