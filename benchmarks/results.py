@@ -1,10 +1,11 @@
-"""Writes the page of results from stored reports.
+"""Writes the page of results, and the pages of the papers' tables, from stored reports.
 
     python -m benchmarks.results
 
 reads docs/results/PAPER-MODEL.json (`report.json` of `python -m benchmarks.papers PAPER --model MODEL --counts`),
 PAPER-MODEL-times.json and PAPER-MODEL-int8.json (the same without `--counts`, in float32 and with `--weights int8`),
-and writes docs/results.md and a chart of each report of counts in docs/results.
+and writes docs/results.md, which has a row for each claim, and in docs/results a page with the tables of each paper and
+a chart of each report of counts.
 """
 
 from __future__ import annotations
@@ -167,17 +168,30 @@ def load(directory: Path) -> dict[str, Report]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def page(reports: Mapping[str, Report]) -> str:
-    """Returns the page."""
-    parts = [_INTRODUCTION]
+def pages(reports: Mapping[str, Report]) -> dict[str, str]:
+    """Returns the page of claims, and the pages of the papers' tables, by their paths in the documentation."""
+    parts, made = [_INTRODUCTION], {}
     for paper, (title, measured) in PAPERS.items():
         own = {name: report for name, report in reports.items() if name.partition("-")[0] == paper}
-        if own:
-            cause = ["", CAUSES[paper]] if paper in CAUSES else []
-            parts.append("\n".join([f"## {title}", "", f"The paper: {measured}.", "", *_claims(own), *cause]))
-            parts += [_tables(name, report) for name, report in own.items()]
+        if not own:
+            continue
+        lines = [
+            f"## {title}",
+            "",
+            f"The paper: {measured}. [All tables](results/{paper}.md).",
+            "",
+            *_claims(own),
+        ]
+        lines += ["", CAUSES[paper]] if paper in CAUSES else []
+        for name, report in own.items():
+            if name.count("-") == 1:
+                first = report["tables"][0]
+                lines += ["", f"![{first['title']}, {first['columns'][-1]}](results/{name}.svg)"]
+        parts.append("\n".join(lines))
+        tables = [f"# Tables of {title}", _TABLES, *(_tables(name, report) for name, report in own.items())]
+        made[f"results/{paper}.md"] = "\n\n".join(tables) + "\n"
     parts.append("\n".join(_untold()))
-    return "\n\n".join(parts) + "\n"
+    return {"results.md": "\n\n".join(parts) + "\n", **made}
 
 
 def charts_of(reports: Mapping[str, Report]) -> dict[str, str]:
@@ -211,7 +225,7 @@ def _claims(own: Mapping[str, Report]) -> Iterator[str]:
             kind = TIMES[rest[0]] if rest else FREE if claim["costs"] == FREE else "paper"
             one = Judged(model, {**claim, "costs": kind} if rest else claim)
             found.setdefault(claim["says"], {}).setdefault(kind, []).append(one)
-    yield "| claim | paper | measured here | free rows | at the paper's costs | verdict |"
+    yield "| claim | verdict | paper | measured here | free rows | at the paper's costs |"
     yield "|---|---|---|---|---|---|"
     for says, by_kind in found.items():
         if "paper" not in by_kind:  # a claim of times only
@@ -223,11 +237,11 @@ def _claims(own: Mapping[str, Report]) -> Iterator[str]:
             judged = HOLDS
         cells = [
             says,
+            judged,
             _together(at_costs, "paper"),
             _together(times, "ours") or "–",
             _together(by_kind.get(FREE, []), "ours"),
             _together(at_costs, "ours"),
-            judged,
         ]
         yield f"| {' | '.join(cells)} |"
 
@@ -267,7 +281,7 @@ def _tables(name: str, report: Report) -> str:
     weights = " --weights int8" if rest == ["int8"] else ""
     counts = "" if rest else " --counts"
     prompts = ", ".join(f"{count} {split}" for split, count in report["prompts"].items() if count)
-    lines = [f"### `{model}`{', times in ' + TIMES[rest[0]] if rest else ''}", ""]
+    lines = [f"## `{model}`, {'times in ' + TIMES[rest[0]] if rest else 'counts'}", ""]
     lines += [
         f"Prompts: {prompts}; at most {report['amount']['max_new_tokens']} tokens. Printed by",
         "",
@@ -283,18 +297,16 @@ def _tables(name: str, report: Report) -> str:
         given += f" --sorted-target {report['sorted_target']}"
     lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{given}", "```", ""]
     lines += [f"`{made}` is trained by `{by}`.\n" for made, by in TRAINED.items() if made in given]
-    if not rest:
-        lines.append(
-            f"![{report['tables'][0]['title']}, {report['tables'][0]['columns'][-1]}](results/{name}.svg)"
-        )
+    said: set[str] = set()
     for table in report["tables"]:
         lines += ["", f"**{table['title']}**", "", f"| | {' | '.join(table['columns'])} |"]
         lines.append("|---" * (1 + len(table["columns"])) + "|")
         for row in table["rows"]:
             cells = (row["cells"].get(column) for column in table["columns"])
             lines.append(f"| {row['name']} | {' | '.join(_cell(cell, table['digits']) for cell in cells)} |")
-        if table["notes"]:
-            lines += ["", *(f"- {note}" for note in table["notes"])]
+        notes = [note for note in table["notes"] if note not in said]  # once for each report
+        said.update(notes)
+        lines += ["", *(f"- {note}" for note in notes)] if notes else []
     return "\n".join(lines)
 
 
@@ -310,9 +322,13 @@ def _figure(cell: Mapping[str, Any], digits: int = 2) -> str:
     return shown(Cell(None, cell["ours"], None if interval is None else (interval[0], interval[1])), digits)
 
 
-_INTRODUCTION = """# Results
+_MADE = "<!-- Made by `python -m benchmarks.results` from docs/results/*.json; do not edit. -->"
+_TABLES = f"""{_MADE}
 
-<!-- Made by `python -m benchmarks.results` from docs/results/*.json; do not edit. -->
+[Results](../results.md) has the claims, and describes the columns."""
+_INTRODUCTION = f"""# Results
+
+{_MADE}
 
 The papers' tables, measured again; one row for each claim of a paper. Figures of claims are ratios of speeds, except
 those of cosines and accuracies. Brackets have the 95 % interval by the bootstrap over prompts, within their kinds.
@@ -344,10 +360,11 @@ def main() -> int:
     """Writes the page and its charts; returns the exit status."""
     directory = DOCS / "results"
     reports = load(directory)
-    (DOCS / "results.md").write_text(page(reports), encoding="utf-8")
+    for path, text in pages(reports).items():
+        (DOCS / path).write_text(text, encoding="utf-8")
     for name, drawn in charts_of(reports).items():
         (directory / f"{name}.svg").write_text(drawn, encoding="utf-8")
-    print(f"wrote {DOCS / 'results.md'} from {len(reports)} reports", file=sys.stderr)
+    print(f"wrote {DOCS / 'results.md'} and its tables from {len(reports)} reports", file=sys.stderr)
     return 0
 
 

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import jaxspec
 from benchmarks import results
 from benchmarks.papers import (
     adaspeed_counts,
     adaspeed_sampled,
     asd_counts,
+    asd_runs,
     baselines,
     command,
     rules,
@@ -25,8 +27,12 @@ from benchmarks.papers import (
 from jaxspec.cli import bench, compare, main, profile
 from jaxspec.cli.methods import parse_run
 from jaxspec.cli.options import ModelOptions
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.model import llama
+from jaxspec.tuning.tuning_options import ASDGrid
 
-PAGES = ("results.md", "measurements.md", "laboratory.md")
+TABLES = tuple(f"results/{paper}.md" for paper in results.PAPERS)
+PAGES = (*TABLES, "measurements.md", "laboratory.md")
 # In bash, a printed command prints its words; loops and variables of the page are expanded.
 STUBS = """
 say() { python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >&3; }
@@ -46,10 +52,11 @@ def printed(page: str, folder: Path) -> list[list[str]]:
 
 def test_the_page_is_made_from_the_stored_reports():
     reports = results.load(results.DOCS / "results")
-    assert results.page(reports) == (results.DOCS / "results.md").read_text(encoding="utf-8")
+    for path, text in results.pages(reports).items():
+        assert text == (results.DOCS / path).read_text(encoding="utf-8")
     for name, chart in results.charts_of(reports).items():
         assert chart == (results.DOCS / "results" / f"{name}.svg").read_text(encoding="utf-8")
-    assert sum(path.stat().st_size for path in (results.DOCS / "results").iterdir()) < 300_000
+    assert sum(path.stat().st_size for path in (results.DOCS / "results").iterdir()) < 400_000
 
 
 def claim(holds, costs="", ours=1.1, paper=None):
@@ -76,13 +83,15 @@ def report(*claims):
 def test_a_row_has_times_counts_and_a_verdict(here, expected):
     counts = report(claim(True, "free rows", 1.2), claim(True, "Llama 1B", 1.15, 1.16))
     reports = {"adaspeed-large": counts, "adaspeed-large-times": report(claim(here))}
-    row = next(line for line in results.page(reports).splitlines() if line.startswith("| It is"))
+    row = next(
+        line for line in results.pages(reports)["results.md"].splitlines() if line.startswith("| It is")
+    )
     assert row.split(" | ")[1:] == [
+        expected,
         "Llama 1B: 1.16",
         "`large`, float32: 1.10 (1.05–1.15)",
         "`large`: 1.20 (1.15–1.25)",
-        "`large`, Llama 1B: 1.15 (1.10–1.20)",
-        f"{expected} |",
+        "`large`, Llama 1B: 1.15 (1.10–1.20) |",
     ]
 
 
@@ -109,15 +118,16 @@ def test_a_claim_without_costs_holds_or_not():
             f"asd-{model}": report(claim(holds, "", 0.011, 0.012))
             for model, holds in zip(("large", "small"), found, strict=True)
         }
-        row = next(line for line in results.page(reports).splitlines() if line.startswith("| It is"))
-        assert row.split(" | ")[1] == "0.012"
-        assert row.split(" | ")[-1] == f"{expected} |"
+        row = next(
+            line for line in results.pages(reports)["results.md"].splitlines() if line.startswith("| It is")
+        )
+        assert row.split(" | ")[1:3] == [expected, "0.012"]
 
 
 def test_claims_without_a_figure_have_a_reason():
     named = {paper for paper, *_ in results.UNTOLD}
     assert named <= {*results.PAPERS, "blog"}
-    assert all(f"| {says} | {why} |" in results.page({}) for _, says, why in results.UNTOLD)
+    assert all(f"| {says} | {why} |" in results.pages({})["results.md"] for _, says, why in results.UNTOLD)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -146,32 +156,49 @@ def test_printed_commands_can_be_read(page, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
-    """The longest command of each paper with `--counts`; the others differ in the model.
+    """The longest form of each, with little text and few settings, on four layers of a model.
 
-    `test_papers.py` and its neighbours run the measurements without `--counts`.
+    The other commands differ from these in the model and its weights; those of one model share its programs.
     """
-    small = {
+    few = {
         rules: {"CONSTANTS": (2,), "GAMMAS": (0.8,)},
         adaspeed_sampled: {"CONSTANTS": (2,), "GAMMAS": (0.6,)},
-        adaspeed_counts: {"exit_layers": lambda lm: [6]},
+        adaspeed_counts: {
+            "exit_layers": lambda lm: [2],
+            "LENGTHS": (2,),
+            "CONSTANT_LENGTHS": (2,),
+            "PRICED_TOKENS": 4,
+            "ATTEMPTS": 1,
+        },
+        baselines: {"CONSTANTS": (2,), "early_exits": lambda lm: [2]},
         s2d_runs: {"THRESHOLDS": (0.0, 0.5, 1.0), "CONSTANTS": (2,)},
         asd_counts: {"EVERYS": (3,), "KEEP_LASTS": (2,), "TRIALS": 1},
+        asd_runs: {
+            "GRID": ASDGrid(everys=(3,), keep_lasts=(2,)),
+            "TRIALS": 1,
+            "CONSTANTS": (2,),
+            "TRUNCATED": (2,),
+        },
     }
-    for module, values in small.items():
+    for module, values in few.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
+    lm = jaxspec.load("small")
+    shallow = LanguageModel(lm.config.truncated(4), llama.truncate(lm.params, 4), lm.tokenizer, name="small")
+    monkeypatch.setattr(ModelOptions, "load", lambda self: shallow)
     forms = {}
-    for _, _, module, paper, *words in printed("results.md", tmp_path):
-        assert module == "benchmarks.papers"
-        if "--counts" in words:
-            forms[paper] = max(forms.get(paper, []), words, key=len)
-    assert forms.keys() == results.PAPERS.keys()
-    for paper, words in forms.items():
+    found = [words for page in TABLES for words in printed(page, tmp_path)]
+    for _, _, module, paper, *words in found:
+        if module == "benchmarks.papers":
+            form = paper, "--counts" in words
+            forms[form] = max(forms.get(form, []), words, key=len)
+    assert {(paper, True) for paper in results.PAPERS} <= forms.keys()
+    little = ["--limit", "1", "--max-new-tokens", "4", "--repeats", "1", "--json"]
+    for number, ((paper, _), words) in enumerate(forms.items()):
         # A model that the page's commands train has the shape of an embedded one.
         for trained in results.TRAINED:
             words = [word.replace(trained, "sorted") for word in words]
-        few = ["--limit", "1", "--max-new-tokens", "4", "--json", "--output", str(tmp_path / paper)]
-        assert command.main([paper, *words, *few]) == 0
+        assert command.main([paper, *words, *little, "--output", str(tmp_path / str(number))]) == 0
         assert json.loads(capsys.readouterr().out)["claims"]
 
 
