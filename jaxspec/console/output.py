@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Protocol
 
 from jaxspec.host.files import make_directory as make
 from jaxspec.host.files import written_here
+from jaxspec.host.progress import hidden
 from jaxspec.io.user_data import home
 
 
@@ -27,12 +29,18 @@ class Model(Protocol):
 def output_file(given: str | None, lm: Model, name: str) -> Path:
     """Returns the file named by --output, or else `name` in the model's `user_data.home`, checked before long work.
 
+    Reports on standard error that it replaces a file of the user's, such as one of another precision.
+
     Raises:
       ValueError: the file cannot be written.
     """
     if given is not None:
         return writable(given, "output")
-    return writable(home(lm.directory, lm.name, lm.fingerprint) / name, "output", make_directory=True)
+    path = writable(home(lm.directory, lm.name, lm.fingerprint) / name, "output", make_directory=True)
+    if path.exists() and written_here():
+        with hidden():
+            print(f"jaxspec: replaces {path}; give --output FILE to keep it", file=sys.stderr)
+    return path
 
 
 def writable(path: str | os.PathLike[str], option: str, make_directory: bool = False) -> Path:

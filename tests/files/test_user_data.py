@@ -61,8 +61,12 @@ def test_the_embedded_models_are_never_written_to(data):
         assert home(embedded.embedded_model(name), name, "print") == data / "models" / "print"
 
 
-def test_output_files(data, lm, tmp_path, monkeypatch):
+def test_output_files(data, lm, tmp_path, monkeypatch, capsys):
     assert output_file(None, lm, "probes/x") == tmp_path / "model" / "probes" / "x"
+    assert capsys.readouterr().err == ""
+    (tmp_path / "model" / "probes" / "x").write_text("of another precision")
+    known = output_file(None, lm, "probes/x")
+    assert capsys.readouterr().err == f"jaxspec: replaces {known}; give --output FILE to keep it\n"
     assert output_file(str(tmp_path / "x"), lm, "plan") == tmp_path / "x"
     with pytest.raises(ValueError, match="is a directory; give output=FILE"):
         output_file(str(tmp_path), lm, "plan")
