@@ -30,6 +30,9 @@ MAX_PROGRAMS = 128
 # The share of the memory mappings that the system allows, above which programs are dropped too. On a CPU a program has
 # 100 to 1,000, Linux allows 65,530, and the compiler ends the process if it gets no more.
 MAX_MAPPINGS = 0.75
+# Programs that are kept above that share too. Without them, a process with many mappings of another kind would compile
+# the programs of a text again for each text.
+MIN_PROGRAMS = 10
 # Specialised executables that a model keeps; the least recently used one is dropped.
 MAX_VARIANTS = 16
 # The programs of all models in the process, by their executables and key; those that were used last come last.
@@ -282,18 +285,10 @@ class Executables:
         _USED.move_to_end(used)
 
     def _add(self, key: Any) -> Future[Any]:
-        """Adds a program, which the caller must compile, and drops those that were used least recently."""
+        """Adds a program, which the caller must compile."""
         future: Future[Any] = Future()
         self._futures[key] = future
         self._use(key)
-        for used in [(owner, old) for owner, old in _USED if not (one := owner()) or old not in one._futures]:
-            del _USED[used]  # the model was deleted, or the program was not compiled
-        for owner, old in list(_USED):
-            if len(_USED) <= MAX_PROGRAMS and memory.used_mappings() <= MAX_MAPPINGS:
-                break
-            one = owner()
-            if one is not None and one._futures[old].done():
-                one._drop(old)
         return future
 
     def _drop(self, key: Any) -> None:
@@ -301,9 +296,29 @@ class Executables:
         self._kept_ms.pop(key, None)
         self.num_dropped += 1
 
+    @staticmethod
+    def _make_room() -> None:
+        """Drops the programs that were used least recently; called before each compilation, as many may be queued."""
+        with _LOCK:
+            for used in [
+                (owner, key) for owner, key in _USED if not (one := owner()) or key not in one._futures
+            ]:
+                del _USED[used]  # the model was deleted, or the program was not compiled
+            done = [
+                (one, key)
+                for owner, key in _USED
+                if (one := owner()) is not None and one._futures[key].done()
+            ]
+            for number, (one, key) in enumerate(done):
+                few = len(done) - number <= MIN_PROGRAMS
+                if len(_USED) <= MAX_PROGRAMS and (few or memory.used_mappings() <= MAX_MAPPINGS):
+                    break
+                one._drop(key)
+
     def _compile_variant(self, future: Future[Any], function: Any, args: Any, static: dict[str, Any]) -> None:
         began = time.perf_counter()
         try:
+            self._make_room()
             compiled = _compiled(function, args, static).program
         except Exception as error:
             future.set_exception(error)
@@ -320,6 +335,7 @@ class Executables:
     ) -> None:
         began = time.perf_counter()
         try:
+            self._make_room()
             made = _compiled(function, args, static)
         except BaseException as error:
             # The entry is removed, so that the next call tries again: this may have been an interruption.

@@ -7,6 +7,7 @@ import gc
 import inspect
 import re
 import sys
+import threading
 import weakref
 
 import jax
@@ -143,6 +144,7 @@ def test_a_failed_compilation_is_tried_again():
 
 def test_the_programs_used_least_recently_are_dropped(monkeypatch):
     """Nothing holds them, and they are compiled again when they are needed."""
+    monkeypatch.setattr(module, "_USED", type(module._USED)())
     monkeypatch.setattr(module, "MAX_PROGRAMS", 3)
     executables = Executables()
     add = jax.jit(lambda x, *, number: x + number, static_argnames="number")
@@ -181,6 +183,7 @@ def test_models_of_a_process_share_the_limits_of_programs(monkeypatch):
     share = {"used": lambda: (len(first._futures) + len(second._futures)) / 4}
     monkeypatch.setattr(memory, "used_mappings", lambda: share["used"]())
     monkeypatch.setattr(module, "MAX_PROGRAMS", 100)
+    monkeypatch.setattr(module, "MIN_PROGRAMS", 1)
     for number in (4, 5):
         first.call(add, jnp.ones(2), number=number)
     assert (first.num_dropped, second.num_dropped) == (2, 1)
@@ -190,10 +193,49 @@ def test_models_of_a_process_share_the_limits_of_programs(monkeypatch):
         first.compiled(add, jax.ShapeDtypeStruct((2,), x.dtype), number=9)  # while this program is compiled
         return x
 
+    monkeypatch.setattr(module, "MIN_PROGRAMS", 0)
     share["used"] = lambda: 1.0
     second.call(outer, jnp.ones(2))
     assert (len(first._futures), len(second._futures)) == (1, 1)
     assert second.call(add, jnp.ones(2), number=3).tolist() == [4, 4]
+
+
+def test_queued_programs_do_not_exceed_the_mappings(monkeypatch):
+    """Room is made when a program is compiled: when it is queued, those before it have no mappings yet."""
+    monkeypatch.setattr(module, "_USED", type(module._USED)())
+    monkeypatch.setattr(module, "MIN_PROGRAMS", 1)
+    executables, began, most = Executables(), threading.Event(), []
+
+    def used():
+        compiled = sum(future.done() for future in executables._futures.values())
+        most.append(compiled)
+        return compiled / 4
+
+    def traced(x, *, number):
+        began.wait()
+        return x + number
+
+    monkeypatch.setattr(memory, "used_mappings", used)
+    add = jax.jit(traced, static_argnames="number")
+    for number in range(8):
+        executables.prepare(add, jnp.ones(2), number=number)
+    began.set()
+    executables.wait()
+    assert max(most) == 4
+    assert len(executables._futures) == 4
+
+
+def test_a_process_without_mappings_for_more_keeps_the_programs_in_use(monkeypatch):
+    """Its other mappings would otherwise make each text compile all its programs."""
+    monkeypatch.setattr(module, "_USED", type(module._USED)())
+    monkeypatch.setattr(memory, "used_mappings", lambda: 0.9)
+    model, prompt = tiny.language_model(), [7, 1, 7, 1, 7, 2]
+    for _ in range(2):
+        model.generate(prompt, method="ngram", max_new_tokens=4)
+        model.executables.wait()
+        compiled = model.executables.num_compilations
+        model.generate(prompt, method="ngram", max_new_tokens=4)
+        assert model.executables.num_compilations == compiled
 
 
 def test_the_used_mappings_are_a_share():
@@ -202,6 +244,7 @@ def test_the_used_mappings_are_a_share():
 
 
 def test_only_candidates_whose_programs_were_dropped_are_forgotten(monkeypatch):
+    monkeypatch.setattr(module, "_USED", type(module._USED)())
     monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
     executables, known = Executables(), Known()
     add = jax.jit(lambda x, *, number: x + number, static_argnames="number")
@@ -226,6 +269,7 @@ def test_only_candidates_whose_programs_were_dropped_are_forgotten(monkeypatch):
 
 def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):
     """Also those of method `auto`, which holds programs of its candidates."""
+    monkeypatch.setattr(module, "_USED", type(module._USED)())
     monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
     monkeypatch.setattr(candidates, "MAX_PROGRAMS", 2)
     lm, prompt = tiny.language_model(), (7, 1, 7, 1, 7, 1, 7, 2)
