@@ -107,8 +107,8 @@ UNTOLD = (
     (
         "s2d",
         "A larger target needs higher thresholds (Figure 3).",
-        "above, τ .9 and .5 to .7 are the fastest at the costs of all three targets; differences of neighbours have no "
-        "interval",
+        "in [our Figure 3](results/s2d.md), τ .9 and .5 to .7 are the fastest at the costs of all three targets; "
+        "differences of neighbours have no interval",
     ),
     ("s2d", "A small pretrained model can be sorted too (Table 4).", "none has the targets' vocabulary"),
     ("s2d", "A target trained on the task gains more (Table 5).", "both targets were trained on their tasks"),
@@ -186,7 +186,8 @@ def pages(reports: Mapping[str, Report]) -> dict[str, str]:
         for name, report in own.items():
             if name.count("-") == 1:
                 first = report["tables"][0]
-                lines += ["", f"![{first['title']}, {first['columns'][-1]}](results/{name}.svg)"]
+                about = f"{name.partition('-')[2]}, {first['title']}, {first['columns'][-1]}"
+                lines += ["", f"![{about}](results/{name}.svg)"]
         parts.append("\n".join(lines))
         tables = [f"# Tables of {title}", _TABLES, *(_tables(name, report) for name, report in own.items())]
         made[f"results/{paper}.md"] = "\n\n".join(tables) + "\n"
@@ -297,16 +298,14 @@ def _tables(name: str, report: Report) -> str:
         given += f" --sorted-target {report['sorted_target']}"
     lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{given}", "```", ""]
     lines += [f"`{made}` is trained by `{by}`.\n" for made, by in TRAINED.items() if made in given]
-    said: set[str] = set()
     for table in report["tables"]:
         lines += ["", f"**{table['title']}**", "", f"| | {' | '.join(table['columns'])} |"]
         lines.append("|---" * (1 + len(table["columns"])) + "|")
         for row in table["rows"]:
             cells = (row["cells"].get(column) for column in table["columns"])
             lines.append(f"| {row['name']} | {' | '.join(_cell(cell, table['digits']) for cell in cells)} |")
-        notes = [note for note in table["notes"] if note not in said]  # once for each report
-        said.update(notes)
-        lines += ["", *(f"- {note}" for note in notes)] if notes else []
+        if table["notes"]:
+            lines += ["", *(f"- {note}" for note in table["notes"])]
     return "\n".join(lines)
 
 
@@ -330,9 +329,9 @@ _INTRODUCTION = f"""# Results
 
 {_MADE}
 
-The papers' tables, measured again; one row for each claim of a paper. Figures of claims are ratios of speeds, except
-those of cosines and accuracies. Brackets have the 95 % interval by the bootstrap over prompts, within their kinds.
-Numbers of a method are chosen on tuning prompts and reported on others, for each column separately.
+The papers' claims, measured again, one row for each; the papers' tables have a page each. Figures of claims are ratios
+of speeds, except those of cosines and accuracies. Brackets have the 95 % interval by the bootstrap over prompts, within
+their kinds. Numbers of a method are chosen on tuning prompts and reported on others, for each column separately.
 
 - **free rows**: exact counts of rounds and draft passes. A verification costs one step of plain decoding for any
   number of rows, and a draft pass the bytes of the weights that it reads. Counts of greedy texts do not depend on the

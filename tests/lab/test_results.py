@@ -124,6 +124,13 @@ def test_a_claim_without_costs_holds_or_not():
         assert row.split(" | ")[1:3] == [expected, "0.012"]
 
 
+def test_each_table_has_all_its_notes():
+    """Also one that an earlier table has, such as a count of texts that differ."""
+    twice = report(claim(True))
+    twice["tables"] *= 2
+    assert results.pages({"asd-large": twice})["results/asd.md"].count("- A note.") == 2
+
+
 def test_claims_without_a_figure_have_a_reason():
     named = {paper for paper, *_ in results.UNTOLD}
     assert named <= {*results.PAPERS, "blog"}
