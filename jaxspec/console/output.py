@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Protocol
 
+from jaxspec.console.terminal import tell
 from jaxspec.host.files import make_directory as make
 from jaxspec.host.files import written_here
-from jaxspec.host.progress import hidden
 from jaxspec.io.user_data import home
 
 
@@ -29,7 +28,7 @@ class Model(Protocol):
 def output_file(given: str | None, lm: Model, name: str) -> Path:
     """Returns the file named by --output, or else `name` in the model's `user_data.home`, checked before long work.
 
-    Reports on standard error that it replaces a file of the user's, such as one of another precision.
+    Reports on standard error that the command will replace a file of the user's, such as one of another precision.
 
     Raises:
       ValueError: the file cannot be written.
@@ -38,8 +37,7 @@ def output_file(given: str | None, lm: Model, name: str) -> Path:
         return writable(given, "output")
     path = writable(home(lm.directory, lm.name, lm.fingerprint) / name, "output", make_directory=True)
     if path.exists() and written_here():
-        with hidden():
-            print(f"jaxspec: replaces {path}; give --output FILE to keep it", file=sys.stderr)
+        tell(f"will replace {path}; give --output FILE to keep it")
     return path
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec.console.output import output_file
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.host import files
 from jaxspec.io import embedded
 from jaxspec.io.methods import method_files
 from jaxspec.io.methods.method_files import ASDNumbers, ProbeFile
@@ -66,7 +67,11 @@ def test_output_files(data, lm, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     (tmp_path / "model" / "probes" / "x").write_text("of another precision")
     known = output_file(None, lm, "probes/x")
-    assert capsys.readouterr().err == f"jaxspec: replaces {known}; give --output FILE to keep it\n"
+    assert capsys.readouterr().err == f"jaxspec: will replace {known}; give --output FILE to keep it\n"
+    with monkeypatch.context() as another:  # another process of the command writes the file
+        another.setattr(files, "_written_by_another", True)
+        assert output_file(None, lm, "probes/x") == known
+    assert capsys.readouterr().err == ""
     assert output_file(str(tmp_path / "x"), lm, "plan") == tmp_path / "x"
     with pytest.raises(ValueError, match="is a directory; give output=FILE"):
         output_file(str(tmp_path), lm, "plan")
