@@ -339,8 +339,8 @@ their kinds. Numbers of a method are chosen on tuning prompts and reported on ot
 - **at the paper's costs**: the same counts, at the relative cost of a draft pass in the paper's models.
 - **measured here**: times on one core of a 2-core CPU, November 26, 2026, where each verified row costs time, with
   fewer prompts. Another measurement ran on the other core. It probably disturbed `small`, whose weights nearly fit the
-  cache: its first 10 of 12 layers seem 1.29 to 1.40 times as fast in float32, and 1.20 is possible. A dash: the times
-  have no such claim, or were not measured: AdaSPEED, and S2D except for `small` in float32.
+  cache: its first 10 of 12 layers seem 1.29 to 1.50 times as fast in float32, and 1.20 is possible. A dash: the times
+  have no such claim, or were not measured: AdaSPEED except for `small` in float32, and S2D in int8 on `large`.
 
 The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generated tasks and write poor stories
 ([Measurements](measurements.md#the-embedded-models)). `large` was made from `small`, so the two are not independent.

@@ -210,7 +210,9 @@ def _claims(
                 yield Claim(says, None, f"{missing} has no case here: the model has no probe for these texts")
 
     best, sampled = drawn
+    constant = NAMES["constant"]
     return (
+        more_than(adaspeed_ratios.PAYS, f"{constant} ÷ plain", greedy.ratio(constant)),
         *faster(adaspeed_ratios.GREEDY, greedy, chosen),
         *faster(adaspeed_ratios.TOP_P, sampled, best),
         _lower_exit(counted, chosen),

@@ -27,6 +27,7 @@ PAIRS = {
     GREEDY: (("product", "constant"), ("product", "confidence"), ("product", "probe")),
     TOP_P: (("product", "constant"), ("product", "confidence"), ("probe", "product")),
 }
+PAYS = "An early exit with the best constant length is faster than plain decoding."
 LOWER = (
     "The best exit of AdaSPEED is lower than that of LayerSkip and Draft & Verify's stop (4 against 6 of 16)."
 )
@@ -154,9 +155,7 @@ def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], t
             (f"The paper chose γ0 = {rules.PAPER_GAMMA:g} for all models.",),
         ),
     )
-    claims = one.claims(
-        "An early exit with the best constant length is faster than plain decoding.", CONSTANT, None
-    )
+    claims = one.claims(PAYS, CONSTANT, None)
     claims += [*_compared(one, GREEDY, 0), *_compared(drawn, TOP_P, 1)]
     claims += [greedy.lower(column) for column in one.columns]
     claims += gammas.claims(

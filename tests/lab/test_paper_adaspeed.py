@@ -77,6 +77,7 @@ def test_adaspeed(lm, tmp_path, monkeypatch):
     assert [row.name for row in exits.rows] == [*adaspeed.NAMES.values()]
     assert [row.name for row in gammas.rows] == ["γ0 0.1", "γ0 0.3", "γ0 0.6", "γ0 0.8", "γ0 0.95", "settled"]
     assert all(len(row.cells) == 3 for row in gammas.rows)
+    assert found.claims[0].figure.ours == greedy.rows[2].cells["× plain"].ours
     assert [claim.holds for claim in found.claims][-1] is None  # one exit cannot be lower than itself
     records = [json.loads(line) for line in (tmp_path / "greedy.jsonl").read_text().splitlines()[1:]]
     assert len(records) == 2
