@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.papers import counted, rules
 from benchmarks.papers.adaspeed_counts import NAMES
 from benchmarks.papers.counted import Column, Counted
-from benchmarks.papers.engine_counts import TUNING_PROMPTS, Counter, Counting
+from benchmarks.papers.engine_counts import Counter, Counting
 from benchmarks.papers.rules import Case
 from benchmarks.papers.workbench import Workbench
 from jaxspec.engine.language_model import LanguageModel
@@ -20,9 +20,9 @@ from jaxspec.io.methods.method_files import distribution_name
 TOP_P: dict[str, Any] = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
 CONSTANTS, GAMMAS = (1, 2, 4, 8, 16), (0.1, 0.3, 0.6, 0.8)
 NOTE = (
-    "Temperature .6, top-p .9, one seed: every rule writes another text, and the intervals contain that. Chosen on "
-    f"{TUNING_PROMPTS} tuning prompts among K {', '.join(map(str, CONSTANTS))} and γ {', '.join(map(str, GAMMAS))}, at "
-    "the exits that are fastest for greedy texts or have a probe. Drafts are accepted as a block; the paper accepts "
+    "Temperature .6, top-p .9, one seed: every rule writes another text, and the intervals contain that. Chosen among "
+    f"K {', '.join(map(str, CONSTANTS))} and γ {', '.join(map(str, GAMMAS))}, at the exits that are fastest for greedy "
+    "texts or have a probe. Drafts are accepted as a block; the paper accepts "
     "token by token. Draft tokens after the end of a text are not counted: of greedy texts these are 1 to 5 % with a "
     "threshold, and less than 1 % with K 2."
 )

@@ -26,7 +26,7 @@ from benchmarks.papers.asd_runs import (
     K,
 )
 from benchmarks.papers.counted import Case, Column, Counted, choose
-from benchmarks.papers.engine_counts import TUNING_PROMPTS, Counter, Counting, generated
+from benchmarks.papers.engine_counts import Counter, Counting, generated
 from benchmarks.papers.tables import FREE, Cell, Claim, Row, Table, all_hold
 from benchmarks.papers.workbench import Workbench
 from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
@@ -95,10 +95,8 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
     others, told = asd_other_texts.tables(
         bench, one.columns, rows, lambda case, temperature: masks.counting(drafts[case], temperature)
     )
-    similarities = [
-        masks.similarities(tuple(prompt)) for prompt in bench.encoded("tuning", most=TUNING_PROMPTS)
-    ]
-    cosines, observed = asd_cosines.tables(np.stack(similarities), bench.kinds("tuning")[: len(similarities)])
+    similarities = [masks.similarities(tuple(prompt)) for prompt in bench.encoded("tuning")]
+    cosines, observed = asd_cosines.tables(np.stack(similarities), bench.kinds("tuning"))
     attention = PAPER_MS[0] / sum(PAPER_MS)
     notes = (
         f"Exact counts of greedy texts. At the cost of {PAPER} on a V100, attention takes {attention:.0%} of a layer's "

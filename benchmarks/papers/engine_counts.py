@@ -16,8 +16,6 @@ from jaxspec.bench.prompts import Split
 from jaxspec.engine.results import Result
 from jaxspec.host.line_log import LineLog
 
-# Tuning prompts for which all settings are counted; chosen settings are counted on all reporting prompts.
-TUNING_PROMPTS = 20
 # Generates one greedy text after a prompt: the result, and its draft passes by part.
 Counting = Callable[[Sequence[int]], tuple[Result, Sequence[float]]]
 
@@ -42,8 +40,7 @@ class Counter:
 
     def count(self, cases: Mapping[Case, Counting]) -> dict[Case, Work]:
         """Returns the counts of each case; those of the file are not counted again."""
-        most = TUNING_PROMPTS if self.split == "tuning" else None
-        prompts = self.bench.encoded(self.split, self.task_types, most)
+        prompts = self.bench.encoded(self.split, self.task_types)
         options = self.bench.options
         header = {
             "format": "jaxspec.counts/1",
