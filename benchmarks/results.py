@@ -11,15 +11,15 @@ a chart of each report of counts.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.papers.tables import FREE, Cell, number, shown
+from benchmarks.papers.tables import FORMAT, FREE, Cell, number, shown
 from jaxspec.bench.suite_options import Amount
-from jaxspec.console import charts
+from jaxspec.console import charts, frame
+from jaxspec.host.files import read_json
 
 DOCS = Path(__file__).parents[1] / "docs"
 Report = Mapping[str, Any]
@@ -32,10 +32,13 @@ PAPERS = {
     ),
     "asd": ("ASD (Metel et al. 2024)", "Llama-2-13B on CNN/DM, a V100; the code of Draft & Verify"),
 }
+_FIELDS = {"paper", "model", "dtype", "amount", "prompts", "claims", "tables"}
+# How the titles of their reports begin.
+_TITLES = {"adaspeed": "AdaSPEED", "s2d": "S2D", "asd": "Draft on the Fly"}
 # Likely causes of what does not hold.
 CAUSES = {
     "adaspeed": "Draft & Verify's stop is tuned here by the same search as AdaSPEED's. The intervals of their ratio "
-    "end at 1.02 (greedy) and 1.04 (top-p), below the paper's 1.05 and 1.06, which have no interval. Exit "
+    "end at 1.02 (greedy) and 1.04 (top-p), below the paper's 1.05 and 1.05 to 1.06, which have no interval. Exit "
     "3 of 12, a quarter of the layers like the paper's 4 of 16, is the lowest that was tried, and most "
     "rules are fastest there. With top-p on `large`, the tuning prompts choose K 2 for LayerSkip, and K 1 is faster on "
     "the reporting prompts: AdaSPEED is 1.12 times as fast as that.",
@@ -50,13 +53,13 @@ CAUSES = {
     "(66 to 97 s on `small`) than the search (5 s), which judges masks by agreement instead of by time.",
 }
 TIMES = {"times": "float32", "int8": "int8"}
+_HELD = {True: "yes", False: "no", None: "unclear"}
 # The default amount of a measurement; a printed command has options for other amounts only.
 _USUAL = dataclasses.asdict(Amount())
-HOLDS, ONLY_HERE, AT_COSTS, NOT_HERE, DOES_NOT, UNKNOWN = (
+HOLDS, ONLY_HERE, AT_COSTS, DOES_NOT, UNKNOWN = (
     "**holds**",
     "**holds here**, not at the paper's cost ratio",
     "**holds at the paper's cost ratio**",
-    "**holds at the paper's cost ratio**, not here",
     "**does not hold**",
     "cannot be told",
 )
@@ -134,39 +137,68 @@ class Judged(NamedTuple):
 
 
 def verdict(here: Sequence[bool | None], costs: Sequence[bool | None]) -> str:
-    """Returns the verdict on a claim.
+    """Returns the verdict on a claim, and the numbers of the cases in which it holds, and does not hold.
 
     Args:
-      here: whether it holds for the times of each model on this machine; empty if these were not measured.
-      costs: whether it holds for each model and each of the paper's cost ratios.
+      here: whether it holds for the times of each model and format on this machine; empty if these were not measured.
+      costs: whether it holds for each model and each of the paper's cost ratios; empty for a claim of times only.
 
     Examples:
-      >>> verdict([], [True, True]), verdict([], [True, None])
-      ("**holds at the paper's cost ratio**", 'cannot be told (holds in 1 of 2)')
-      >>> verdict([], [True, False, None])
-      'cannot be told (holds in 1 of 3, not in 1)'
-      >>> verdict([True], [True, False]), verdict([False], [True])
-      ("**holds here**, not at the paper's cost ratio", "**holds at the paper's cost ratio**, not here")
+      >>> verdict([], [True, True])
+      "**holds at the paper's cost ratio**: 2 of 2"
+      >>> verdict([False, None], [True, False, None])
+      'cannot be told: 1 of 3, not 1; here: 0 of 2, not 1'
+      >>> verdict([True], [True, False])
+      "**holds here**, not at the paper's cost ratio: 1 of 2, not 1; here: 1 of 1"
+      >>> verdict([False], [])
+      '**does not hold**; here: 0 of 1, not 1'
     """
     if here and all(here):
-        return ONLY_HERE if False in costs else HOLDS
-    if costs and all(costs):
-        return NOT_HERE if here and all(one is False for one in here) else AT_COSTS
-    if costs and all(one is False for one in costs):
-        return DOES_NOT
-    told, refuted = sum(one is True for one in costs), sum(one is False for one in costs)
-    if not told and not refuted:
-        return UNKNOWN
-    return f"{UNKNOWN} (holds in {told} of {len(costs)}{f', not in {refuted}' if refuted else ''})"
+        word = ONLY_HERE if False in costs else HOLDS
+    elif costs and all(costs):
+        word = AT_COSTS
+    elif all(one is False for one in costs or here):
+        word = DOES_NOT
+    else:
+        word = UNKNOWN
+    return word + (f": {_share(costs)}" if costs else "") + (f"; here: {_share(here)}" if here else "")
+
+
+def _share(judged: Sequence[bool | None]) -> str:
+    held, refuted = (sum(one is wanted for one in judged) for wanted in (True, False))
+    return f"{held} of {len(judged)}{f', not {refuted}' if refuted else ''}"
 
 
 def load(directory: Path) -> dict[str, Report]:
-    """Reads the reports by the names of their files without `.json`, the papers in the order of `PAPERS`."""
-    papers = [*PAPERS]
-    paths = sorted(
-        directory.glob("*.json"), key=lambda path: (papers.index(path.stem.partition("-")[0]), path.stem)
-    )
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    """Reads the reports by the names of their files without `.json`, the papers in the order of `PAPERS`.
+
+    Raises:
+      ValueError: there is none, or one is damaged or has the name of another; one line with the file.
+    """
+    names = [*PAPERS]
+    found = {}
+    for path in sorted(directory.glob("*.json")):
+        paper, model, kind, *more = (*path.stem.split("-"), "", "")
+        if paper not in PAPERS or not model or kind not in ("", *TIMES) or any(more):
+            raise ValueError(
+                f"{path} has no name of a report; give PAPER-MODEL, PAPER-MODEL-times or PAPER-MODEL-int8"
+            )
+        report = read_json(path)
+        if report.get("format") != FORMAT or not report.keys() >= _FIELDS:
+            raise ValueError(
+                f"{path} is no report of `python -m benchmarks.papers` with format {FORMAT}; write it again"
+            )
+        given = (
+            next((one for one in names if str(report["paper"]).startswith(_TITLES[one])), None),
+            report["model"],
+            "" if "repeats" not in report["amount"] else "int8" if "int8" in report["dtype"] else "times",
+        )
+        if given != (paper, model, kind):
+            raise ValueError(f"{path} is the report of {'-'.join(filter(None, map(str, given)))}; rename it")
+        found[path.stem] = report
+    if not found:
+        raise ValueError(f"{directory} has no reports; write them with `python -m benchmarks.papers`")
+    return dict(sorted(found.items(), key=lambda one: (names.index(one[0].partition("-")[0]), one[0])))
 
 
 def pages(reports: Mapping[str, Report]) -> dict[str, str]:
@@ -187,7 +219,7 @@ def pages(reports: Mapping[str, Report]) -> dict[str, str]:
         for name, report in own.items():
             if name.count("-") == 1:
                 first = report["tables"][0]
-                about = f"{name.partition('-')[2]}, {first['title']}, {first['columns'][-1]}"
+                about = f"{name.partition('-')[2]}, {first['title']}, {first['columns'][0]}"
                 lines += ["", f"![{about}](results/{name}.svg)"]
         parts.append("\n".join(lines))
         tables = [f"# Tables of {title}", _TABLES, *(_tables(name, report) for name, report in own.items())]
@@ -202,9 +234,9 @@ def charts_of(reports: Mapping[str, Report]) -> dict[str, str]:
 
 
 def _chart(report: Report) -> str:
-    """Returns a chart of the first table of a report, as SVG: its rows at the costs of its last column."""
+    """Returns a chart of the first table of a report, as SVG: its rows at the costs of its first column."""
     table = report["tables"][0]
-    column = table["columns"][-1]
+    column = table["columns"][0]
     cells = {row["name"]: row["cells"][column] for row in table["rows"] if row["cells"].get(column)}
     made = charts.bars(
         {name: cell["ours"] for name, cell in cells.items()},
@@ -230,17 +262,15 @@ def _claims(own: Mapping[str, Report]) -> Iterator[str]:
     yield "| claim | verdict | paper | measured here | free rows | at the paper's costs |"
     yield "|---|---|---|---|---|---|"
     for says, by_kind in found.items():
-        if "paper" not in by_kind:  # a claim of times only
-            continue
         times = [one for kind in TIMES.values() for one in by_kind.get(kind, [])]
-        at_costs = by_kind["paper"]
+        at_costs = by_kind.get("paper", [])
         judged = verdict([one.claim["holds"] for one in times], [one.claim["holds"] for one in at_costs])
-        if judged == AT_COSTS and not any(one.claim["costs"] for one in at_costs):
-            judged = HOLDS
+        if not any(one.claim["costs"] for one in at_costs):  # a claim that no cost decides
+            judged = judged.replace(AT_COSTS, HOLDS)
         cells = [
             says,
             judged,
-            _together(at_costs, "paper"),
+            _together(at_costs or times[:1], "paper"),
             _together(times, "ours") or "–",
             _together(by_kind.get(FREE, []), "ours"),
             _together(at_costs, "ours"),
@@ -271,7 +301,7 @@ def _together(judged: Sequence[Judged], key: str) -> str:
                 "" if figure is None or figure["paper"] is None else f"{costs}{figure['paper']:.{digits}f}"
             )
         else:
-            held = {True: "yes", False: "no", None: "unclear"}[claim["holds"]]
+            held = _HELD[claim["holds"]]
             costs = f", {claim['costs']}" if several else ""
             words = f"`{model}`{costs}: {held if figure is None else _figure(figure, digits)}"
         lines.append(words)
@@ -307,6 +337,12 @@ def _tables(name: str, report: Report) -> str:
             lines.append(f"| {row['name']} | {' | '.join(_cell(cell, table['digits']) for cell in cells)} |")
         if table["notes"]:
             lines += ["", *(f"- {note}" for note in table["notes"])]
+    reasons = [claim for claim in report["claims"] if claim["figure"] is None]
+    if reasons:
+        lines += ["", "**Claims of several figures, or of none**", ""]
+    for claim in reasons:
+        costs = f" ({claim['costs']})" if claim["costs"] else ""
+        lines.append(f"- {claim['says']}{costs} {_HELD[claim['holds']]}: {claim['because']}")
     return "\n".join(lines)
 
 
@@ -330,42 +366,55 @@ _INTRODUCTION = f"""# Results
 
 {_MADE}
 
-The papers' claims, measured again, one row for each; the papers' tables have a page each. Figures of claims are ratios
-of speeds, except those of cosines and accuracies. Brackets have the 95 % interval by the bootstrap over prompts, within
-their kinds. Numbers of a method are chosen on tuning prompts and reported on others, for each column separately.
+The papers' claims, measured again, one row for each; the tables have a page per paper. Rows about `small` or `runs/…`
+as a draft are the project's own. Figures are ratios of speeds, except those of cosines and accuracies. Brackets have
+the 95 % interval by the bootstrap over prompts, within their kinds. Settings of a method are chosen on tuning prompts
+and reported on others, for each column separately.
 
 - **free rows**: exact counts of rounds and draft passes. A verification costs one step of plain decoding for any
   number of rows, and a draft pass the bytes of the weights that it reads. Counts of greedy texts do not depend on the
   machine.
 - **at the paper's costs**: the same counts, at the relative cost of a draft pass in the paper's models.
 - **measured here**: times on one core of a 2-core CPU, November 26, 2026, where each verified row costs time, with
-  fewer prompts. Another measurement ran on the other core. It probably disturbed `small`, whose weights nearly fit the
-  cache: its first 10 of 12 layers seem 1.29 to 1.50 times as fast in float32, and 1.20 is possible. A dash: the times
-  have no such claim, or were not measured: AdaSPEED except for `small` in float32.
+  16 tuning and 16 reporting prompts. Another measurement ran on the other core. It disturbed `small`, and `large` in
+  int8, whose weights nearly fit the cache: the first 10 of 12 layers seem 1.29 to 1.50 times as fast, and 1.20 is
+  possible. A dash: the times have no such claim, or were not measured (AdaSPEED except for `small` in float32).
 
 The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generated tasks and write poor stories
 ([Measurements](measurements.md#the-embedded-models)). `large` was made from `small`, so the two are not independent.
-No interval covers other models, another training of a draft, or another choice of the numbers. **Both models fail one
-check of their depth**: the last three layers add nothing on answers, and the first 10 of 12 alone decode 1.2 times as
-fast with nearly the same answers. A draft that leaves out layers gains from that, too.
+No interval covers other models, another training of a draft, or another choice of the settings. **Both models fail one
+check of their depth**: the last three layers lower the loss on answers by less than .02, and the first 10 of 12 alone
+decode 1.2 times as fast with nearly the same answers. A draft that leaves out layers gains from that, too.
 
 A claim holds for one model and cost if its interval lies above 1 (.95 where the claim allows 5 %, 0 for a difference),
-and does not hold if its interval lies below. The verdict is "holds" if it holds for all times measured here, with "not
-at the paper's cost ratio" if it does not hold for some of the paper's costs. Otherwise the counts decide: "holds at the
-paper's cost ratio" ("not here" if it holds for none of the times), and "does not hold", are for all models of the row
-at all costs of the paper."""
+and does not hold if its interval lies below; else it cannot be told. A verdict has the number of cases in which the
+claim holds, and does not hold: first at the paper's costs, then measured here. "Holds" is for all times measured here;
+otherwise "holds at the paper's cost ratio", and "does not hold", are for all cases at the paper's costs. About 150
+intervals are judged, so a few are wrong by chance."""
 
 
-def main() -> int:
-    """Writes the page and its charts; returns the exit status."""
-    directory = DOCS / "results"
-    reports = load(directory)
-    for path, text in pages(reports).items():
-        (DOCS / path).write_text(text, encoding="utf-8")
-    for name, drawn in charts_of(reports).items():
-        (directory / f"{name}.svg").write_text(drawn, encoding="utf-8")
-    print(f"wrote {DOCS / 'results.md'} and its tables from {len(reports)} reports", file=sys.stderr)
-    return 0
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Write docs/results.md and the pages of tables from the reports in docs/results."""
+
+    def run(self) -> None:
+        """Writes the pages and the charts.
+
+        Raises:
+          ValueError: see `load`.
+        """
+        directory = DOCS / "results"
+        reports = load(directory)
+        for path, text in pages(reports).items():
+            (DOCS / path).write_text(text, encoding="utf-8")
+        for name, drawn in charts_of(reports).items():
+            (directory / f"{name}.svg").write_text(drawn, encoding="utf-8")
+        print(f"wrote {DOCS / 'results.md'} and its tables from {len(reports)} reports", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    return frame.run("benchmarks.results", Results, Results.run, argv)
 
 
 if __name__ == "__main__":

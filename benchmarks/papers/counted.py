@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
 from jaxspec.bench.speed import indices, spread
+from jaxspec.host.messages import counted
 
 # The number of texts below which the bootstrap's intervals are noticeably too narrow.
 ENOUGH = 20
@@ -152,7 +153,7 @@ class Counted:
             f"{title}: {row} ÷ {other}",
             tuple(column.heading for column in self.columns),
             tuple(rows),
-            (f"Intervals over {few} texts of a type are too narrow.",) if few < ENOUGH else (),
+            (f"Intervals over {counted(few, 'text')} of a type are too narrow.",) if few < ENOUGH else (),
         )
 
     def settings(self, rows: Iterable[str] = ()) -> tuple[str, ...]:

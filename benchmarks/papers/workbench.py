@@ -316,7 +316,9 @@ class Workbench:
         lm, fitness = self.lm, self.fitness
         # Counts have no turns, and greedy texts no seed.
         amount = (
-            ("max_new_tokens",) if self.options.counts else ("limit", "max_new_tokens", "repeats", "seed")
+            ("limit", "max_new_tokens")
+            if self.options.counts
+            else ("limit", "max_new_tokens", "repeats", "seed")
         )
         failed = None if fitness is None else tuple(c["name"] for c in fitness["checks"] if not c["passed"])
         return Report(

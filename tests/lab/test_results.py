@@ -78,7 +78,11 @@ def report(*claims):
 
 @pytest.mark.parametrize(
     ("here", "expected"),
-    [(True, results.HOLDS), (None, results.AT_COSTS), (False, results.NOT_HERE)],
+    [
+        (True, f"{results.HOLDS}: 1 of 1; here: 1 of 1"),
+        (None, f"{results.AT_COSTS}: 1 of 1; here: 0 of 1"),
+        (False, f"{results.AT_COSTS}: 1 of 1; here: 0 of 1, not 1"),
+    ],
 )
 def test_a_row_has_times_counts_and_a_verdict(here, expected):
     counts = report(claim(True, "free rows", 1.2), claim(True, "Llama 1B", 1.15, 1.16))
@@ -98,11 +102,11 @@ def test_a_row_has_times_counts_and_a_verdict(here, expected):
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [
-        ([True, True], results.AT_COSTS),
-        ([False, False], results.DOES_NOT),
-        ([None, None], results.UNKNOWN),
-        ([None, False], f"{results.UNKNOWN} (holds in 0 of 2, not in 1)"),
-        ([True, False, None], f"{results.UNKNOWN} (holds in 1 of 3, not in 1)"),
+        ([True, True], f"{results.AT_COSTS}: 2 of 2"),
+        ([False, False], f"{results.DOES_NOT}: 0 of 2, not 2"),
+        ([None, None], f"{results.UNKNOWN}: 0 of 2"),
+        ([None, False], f"{results.UNKNOWN}: 0 of 2, not 1"),
+        ([True, False, None], f"{results.UNKNOWN}: 1 of 3, not 1"),
     ],
 )
 def test_without_times_the_counts_decide(costs, expected):
@@ -111,8 +115,8 @@ def test_without_times_the_counts_decide(costs, expected):
 
 def test_a_claim_without_costs_holds_or_not():
     for found, expected in (
-        ([True, True], results.HOLDS),
-        ([True, False], f"{results.UNKNOWN} (holds in 1 of 2, not in 1)"),
+        ([True, True], f"{results.HOLDS}: 2 of 2"),
+        ([True, False], f"{results.UNKNOWN}: 1 of 2, not 1"),
     ):
         reports = {
             f"asd-{model}": report(claim(holds, "", 0.011, 0.012))
@@ -129,6 +133,65 @@ def test_each_table_has_all_its_notes():
     twice = report(claim(True))
     twice["tables"] *= 2
     assert results.pages({"asd-large": twice})["results/asd.md"].count("- A note.") == 2
+
+
+def test_a_claim_of_times_only_has_a_row():
+    reports = {"s2d-small": report(), "s2d-small-int8": report(claim(False))}
+    assert (
+        "| It is faster. | **does not hold**; here: 0 of 1, not 1 |" in results.pages(reports)["results.md"]
+    )
+
+
+def test_a_claim_of_several_figures_has_its_reason_beside_the_tables():
+    said = claim(None, "Llama 1B") | {"figure": None, "because": "exits: 3, 3"}
+    assert (
+        "- It is faster. (Llama 1B) unclear: exits: 3, 3"
+        in results.pages({"asd-large": report(said)})["results/asd.md"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("asd-large", {"model": "small"}, "is the report of asd-small; rename it"),
+        ("asd-large-times", {}, "is the report of asd-large; rename it"),
+        (
+            "asd-large",
+            {"amount": {"repeats": 2}, "dtype": "float32, int8"},
+            "is the report of asd-large-int8",
+        ),
+        ("s2d-large", {}, "is the report of asd-large; rename it"),
+        (
+            "asd-large",
+            {"format": "jaxspec.paper/0"},
+            "is no report of `python -m benchmarks.papers` with format",
+        ),
+        (
+            "medusa-large",
+            {},
+            "has no name of a report; give PAPER-MODEL, PAPER-MODEL-times or PAPER-MODEL-int8",
+        ),
+        ("asd", {}, "has no name of a report"),
+        ("asd-large-bf16", {}, "has no name of a report"),
+        ("asd-large", None, "is not valid JSON"),
+        (None, {}, "has no reports; write them with"),
+    ],
+)
+def test_wrong_reports_are_refused(tmp_path, monkeypatch, capsys, name, change, message):
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    made = report() | {
+        "format": "jaxspec.paper/1",
+        "paper": "Draft on the Fly",
+        "model": "large",
+        "dtype": "float32",
+    }
+    if name is not None:
+        text = "{" if change is None else json.dumps(made | change)
+        (tmp_path / "results" / f"{name}.json").write_text(text)
+    assert results.main([]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.md"))
 
 
 def test_claims_without_a_figure_have_a_reason():
