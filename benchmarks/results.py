@@ -243,8 +243,6 @@ def _chart(report: Report) -> str:
         {name: cell["interval"] for name, cell in cells.items()},
         title=f"{report['model']}, {table['title'].rpartition(': ')[2]}",
         label=column,
-        notes={name: number(cell["paper"], 2) for name, cell in cells.items() if cell["paper"] is not None},
-        notes_label="paper",
         line=1.0,
     )
     return f"{made}\n"
