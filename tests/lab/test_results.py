@@ -56,7 +56,7 @@ def test_the_page_is_made_from_the_stored_reports():
         assert text == (results.DOCS / path).read_text(encoding="utf-8")
     for name, chart in results.charts_of(reports).items():
         assert chart == (results.DOCS / "results" / f"{name}.svg").read_text(encoding="utf-8")
-    assert sum(path.stat().st_size for path in (results.DOCS / "results").iterdir()) < 400_000
+    assert sum(path.stat().st_size for path in (results.DOCS / "results").iterdir()) < 500_000
 
 
 def claim(holds, costs="", ours=1.1, paper=None):
@@ -262,7 +262,7 @@ def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
         if module == "benchmarks.papers":
             form = paper, "--counts" in words
             forms[form] = max(forms.get(form, []), words, key=len)
-    assert {(paper, True) for paper in results.PAPERS} <= forms.keys()
+    assert forms.keys() == set(itertools.product(results.PAPERS, (True, False)))
     little = ["--limit", "1", "--max-new-tokens", "4", "--repeats", "1", "--json"]
     for number, ((paper, _), words) in enumerate(forms.items()):
         # A model that the page's commands train has the shape of an embedded one.
