@@ -207,6 +207,7 @@ def test_table_1_compares_two_models_on_the_same_prompts():
     assert (faster.figure.ours, faster.holds, faster.costs) == (1.0, None, FREE)
     assert (priced.figure.ours, priced.figure.paper, priced.holds) == (2.0, 1.53 / 1.21, True)
     assert (right.figure.ours, right.holds, right.costs) == (50, True, "")
+    assert right.figure.paper == pytest.approx(15.46)
 
 
 def bench(name, **kinds):
