@@ -382,7 +382,7 @@ and reported on others, for each column separately.
 - **measured here**: times on one core of a 2-core CPU, November 26, 2026, where each verified row costs time, with
   16 tuning and 16 reporting prompts. Another measurement ran on the other core. It disturbed `small`, and `large` in
   int8, whose weights nearly fit the cache: the first 10 of 12 layers seem 1.29 to 1.50 times as fast, and 1.20 is
-  possible. A dash: the times have no such claim, or were not measured (AdaSPEED on `large` in int8).
+  possible. A dash: the times have no such claim.
 
 The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generated tasks and write poor stories
 ([Measurements](measurements.md#the-embedded-models)). `large` was made from `small`, so the two are not independent.

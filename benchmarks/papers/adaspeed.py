@@ -167,7 +167,7 @@ def _exits_table(counted: Counted, exits: Sequence[int]) -> Table:
 
 def _gammas_table(counted: Counted, chosen: Mapping[str, Case]) -> Table:
     """Returns a table of each rule at its best exit with several γ0."""
-    shown = (0.1, 0.3, 0.6, 0.8, 0.95)
+    shown = [gamma for gamma in adaspeed_ratios.SHOWN_GAMMAS if gamma in rules.GAMMAS]
     known = {rule: chosen[rule].exit_layer for rule in rules.THRESHOLDS if rule in chosen}
     rows = [
         Row(

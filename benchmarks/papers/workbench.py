@@ -315,11 +315,8 @@ class Workbench:
         """Returns the report of the tables and claims, with the model's fitness."""
         lm, fitness = self.lm, self.fitness
         # Counts have no turns, and greedy texts no seed.
-        amount = (
-            ("limit", "max_new_tokens")
-            if self.options.counts
-            else ("limit", "max_new_tokens", "repeats", "seed")
-        )
+        limit = () if self.options.counts and self.options.limit is None else ("limit",)
+        amount = (*limit, "max_new_tokens", *(() if self.options.counts else ("repeats", "seed")))
         failed = None if fitness is None else tuple(c["name"] for c in fitness["checks"] if not c["passed"])
         return Report(
             paper,
