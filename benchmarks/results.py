@@ -32,8 +32,8 @@ PAPERS = {
     ),
     "asd": ("ASD (Metel et al. 2024)", "Llama-2-13B on CNN/DM, a V100; the code of Draft & Verify"),
 }
+# The fields of a report that the pages read, and how its title begins.
 _FIELDS = {"paper", "model", "dtype", "amount", "prompts", "claims", "tables"}
-# How the titles of their reports begin.
 _TITLES = {"adaspeed": "AdaSPEED", "s2d": "S2D", "asd": "Draft on the Fly"}
 # Likely causes of what does not hold.
 CAUSES = {
@@ -393,8 +393,8 @@ decode 1.2 times as fast with nearly the same answers. A draft that leaves out l
 A claim holds for one model and cost if its interval lies above 1 (.95 where the claim allows 5 %, 0 for a difference),
 and does not hold if its interval lies below; else it cannot be told. A verdict has the number of cases in which the
 claim holds, and does not hold: first at the paper's costs, then measured here. "Holds" is for all times measured here;
-otherwise "holds at the paper's cost ratio", and "does not hold", are for all cases at the paper's costs. About 150
-intervals are judged, so a few are wrong by chance."""
+otherwise "holds at the paper's cost ratio", and "does not hold", are for all cases at the paper's costs. More
+than 200 intervals are judged, so some are wrong by chance."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,17 +15,8 @@ from tests import xla
 # The slowest files run first, so that no worker runs one of them alone at the end. By default xdist begins with the
 # files with the most tests.
 LONGEST = (
-    *(
-        "conformance",
-        "notebooks",
-        "results",
-        "mesh",
-        "session",
-        "training_run",
-        "papers",
-        "processes",
-        "docs",
-    ),
+    *("conformance", "notebooks", "results", "mesh", "session"),
+    *("training_run", "papers", "processes", "docs"),
     *("training_heads", "int8", "eagle", "s2d"),
 )
 

@@ -28,8 +28,9 @@ from jaxspec.host.progress import Progress
 # method uses fewer than ten.
 MAX_PROGRAMS = 128
 # The share of the memory mappings that the system allows, above which programs are dropped too. On a CPU a program has
-# 100 to 1,000, Linux allows 65,530, and the compiler ends the process if it gets no more.
-MAX_MAPPINGS = 0.75
+# 100 to 1,000, Linux allows 65,530, and the compiler ends the process if it gets no more. The rest is for the programs
+# that the threads compile at the same time.
+MAX_MAPPINGS = 0.9
 # Programs that are kept above that share too. Without them, a process with many mappings of another kind would compile
 # the programs of a text again for each text.
 MIN_PROGRAMS = 10

@@ -69,9 +69,9 @@ def _free_host_bytes() -> int | None:
 
 
 def used_mappings() -> float:
-    """Returns the share of the memory mappings that Linux allows a process which this one has; 0.0 elsewhere.
+    """Returns the number of memory mappings of this process ÷ the number that Linux allows; 0.0 on other systems.
 
-    A CPU program has mappings for each part that was compiled on its own, and a process that gets no more ends.
+    Each separately compiled part of a CPU program has mappings. A process that can get no more crashes.
     """
     try:
         with open("/proc/self/maps", "rb") as file:

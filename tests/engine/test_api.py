@@ -228,7 +228,7 @@ def test_queued_programs_do_not_exceed_the_mappings(monkeypatch):
 def test_a_process_without_mappings_for_more_keeps_the_programs_in_use(monkeypatch):
     """Its other mappings would otherwise make each text compile all its programs."""
     monkeypatch.setattr(module, "_USED", type(module._USED)())
-    monkeypatch.setattr(memory, "used_mappings", lambda: 0.9)
+    monkeypatch.setattr(memory, "used_mappings", lambda: 0.95)
     model, prompt = tiny.language_model(), [7, 1, 7, 1, 7, 2]
     for _ in range(2):
         model.generate(prompt, method="ngram", max_new_tokens=4)
