@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -25,8 +26,11 @@ from jaxspec.host.progress import Progress
 
 if TYPE_CHECKING:
     from benchmarks.papers.tables import Report, Table
+    from jaxspec.engine.language_model import LanguageModel
 
 REPORT = "report.json"
+# The header of the measurement that has an output directory.
+MEASUREMENT = "measurement.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +75,7 @@ class Papers:
 
         compilation_cache.enable()
         jax_settings.keep_needed()
-        if options.directory is None:
-            return self._run(options)
-        from jaxspec.host import lock
-
-        with lock.exclusive(options.directory, tell, "output"):
-            return self._run(options)
+        return self._run(options)
 
     def _options(self) -> PaperOptions:
         """Returns the amount of measurement.
@@ -113,16 +112,43 @@ class Papers:
         )
 
     def _run(self, options: PaperOptions) -> int:
-        try:
-            with Progress() as progress:
-                progress("loading the model")
-                report = find(self.paper)(self.model.load(), options, progress)
-        except KeyboardInterrupt:
-            kept = "no measurements were stored; give --output to be able to resume"
-            if options.directory is not None:
-                kept = f"the measurements are in {options.directory}; the same command resumes them"
-            print(f"jaxspec: interrupted; {kept}", file=sys.stderr)
-            return INTERRUPTED
+        with contextlib.ExitStack() as held:
+            try:
+                with Progress() as progress:
+                    progress("loading the model")
+                    lm = self.model.load()
+                    self._hold(held, options, lm)
+                    report = find(self.paper)(lm, options, progress)
+            except KeyboardInterrupt:
+                kept = "no measurements were stored; give --output to be able to resume"
+                if options.directory is not None:
+                    kept = f"the measurements are in {options.directory}; the same command resumes them"
+                print(f"jaxspec: interrupted; {kept}", file=sys.stderr)
+                return INTERRUPTED
+            return self._write(options, report)
+
+    def _hold(self, held: contextlib.ExitStack, options: PaperOptions, lm: LanguageModel) -> None:
+        """Locks the output, if there is one, for this measurement.
+
+        Raises:
+          ValueError: it has another paper, form or model, whose report would be replaced.
+        """
+        if options.directory is None:
+            return
+        from jaxspec.host import lock
+        from jaxspec.host.line_log import LineLog
+
+        held.enter_context(lock.exclusive(options.directory, tell, "output"))
+        header = {
+            "format": "jaxspec.paper-records/1",
+            "paper": self.paper,
+            "form": "counts" if options.counts else "times",
+            "model": lm.fingerprint,
+            "dtype": lm.precision,
+        }
+        LineLog(options.directory / MEASUREMENT, header, of="measurement", resume=options.resume)
+
+    def _write(self, options: PaperOptions, report: Report) -> int:
         # The pages print at most three digits, and six keep the stored reports small.
         found = json.loads(
             json.dumps(dataclasses.asdict(report)), parse_float=lambda digits: float(f"{float(digits):.6g}")

@@ -362,6 +362,32 @@ def test_an_interruption_says_what_is_kept(run, tmp_path):
     assert f"the measurements are in {tmp_path}; the same command resumes them" in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "differs"),
+    [
+        (("s2d", "--counts"), "its paper is 'asd', now 's2d'"),
+        (("asd",), "its form is 'counts', now 'times'"),
+        (("asd", "--counts", "--weights", "int8"), "its dtype is 'float32', now 'float32, int8 weights"),
+    ],
+)
+def test_an_output_has_one_measurement(capsys, monkeypatch, model, tmp_path, arguments, differs):
+    monkeypatch.setattr(command, "find", lambda name: lambda lm, options, say: REPORT)
+    where = ("--model", model, "--output", tmp_path)
+    assert called(capsys, "asd", "--counts", *where, main=command.main)[0] == 0
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    status, _, err = called(capsys, *arguments, *where, main=command.main)
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"belongs to another measurement: {differs}" in err
+    assert files == {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert called(capsys, *arguments, *where, "--no-resume", main=command.main)[0] == 0
+
+
+def test_a_missing_model_leaves_no_output(capsys, tmp_path):
+    output = tmp_path / "new"
+    status, _, _ = called(capsys, "asd", "--model", tmp_path / "none", "--output", output, main=command.main)
+    assert (status, output.exists()) == (2, False)
+
+
 def test_the_times_of_asd_take_no_prompt_files(capsys, monkeypatch, model):
     arguments = ("asd", "--model", model, "--prompt-file", "x.txt")
     status, _, err = called(capsys, *arguments, main=command.main)
