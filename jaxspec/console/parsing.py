@@ -227,7 +227,7 @@ def _dataclass_rule(info: StructTypeInfo, changeable: bool) -> StructConstructor
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if changeable and not description:
                 description = description_of(hint)
-            title = hint.__name__.removesuffix("Options").removesuffix("Numbers").lower()
+            title = hint.__name__.removesuffix("Options").removesuffix("Numbers").removesuffix("Grid").lower()
             hint = Annotated[hint, tyro.conf.arg(name=title, prefix_name=False)]
         elif not changeable:
             hint = Annotated[hint, _display(field, hint, default)]
