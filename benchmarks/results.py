@@ -391,10 +391,11 @@ check of their depth**: the last three layers lower the loss on answers by less 
 decode 1.2 times as fast with nearly the same answers. A draft that leaves out layers gains from that, too.
 
 A claim holds for one model and cost if its interval lies above 1 (.95 where the claim allows 5 %, 0 for a difference),
-and does not hold if its interval lies below; else it cannot be told. A verdict has the number of cases in which the
-claim holds, and does not hold: first at the paper's costs, then measured here. "Holds" is for all times measured here;
-otherwise "holds at the paper's cost ratio", and "does not hold", are for all cases at the paper's costs. More
-than 200 intervals are judged, so some are wrong by chance."""
+and does not hold if its interval lies below; else it cannot be told. The printed ends are rounded, and a verdict uses
+all digits: 1.00 may be below or above 1. A verdict has the number of cases in which the claim holds, and does not hold:
+first at the paper's costs, then measured here. "Holds" is for all times measured here; otherwise "holds at the paper's
+cost ratio", and "does not hold", are for all cases at the paper's costs. More than 200 intervals are judged, so some
+are wrong by chance."""
 
 
 @dataclasses.dataclass(frozen=True)
