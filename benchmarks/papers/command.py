@@ -122,31 +122,46 @@ class Papers:
             except KeyboardInterrupt:
                 kept = "no measurements were stored; give --output to be able to resume"
                 if options.directory is not None:
-                    kept = f"the measurements are in {options.directory}; the same command resumes them"
+                    kept = "no measurements were stored"
+                    if _stored(options.directory):
+                        same = "the same command" + ("" if options.resume else " without --no-resume")
+                        kept = f"the measurements are in {options.directory}; {same} resumes them"
                 print(f"jaxspec: interrupted; {kept}", file=sys.stderr)
                 return INTERRUPTED
             return self._write(options, report)
 
     def _hold(self, held: contextlib.ExitStack, options: PaperOptions, lm: LanguageModel) -> None:
-        """Locks the output, if there is one, for this measurement.
+        """Locks the output, if there is one, for this measurement. Without a record, nothing stays of it.
 
         Raises:
           ValueError: it has another paper, form or model, whose report would be replaced.
         """
-        if options.directory is None:
+        directory = options.directory
+        if directory is None:
             return
         from jaxspec.host import lock
         from jaxspec.host.line_log import LineLog
 
-        held.enter_context(lock.exclusive(options.directory, tell, "output"))
-        header = {
+        if not directory.exists():
+            held.callback(_remove_empty, directory)
+        held.enter_context(lock.exclusive(directory, tell, "output"))
+        header, report = directory / MEASUREMENT, directory / REPORT
+        if options.resume and report.exists() and not header.exists():
+            raise ValueError(
+                f"{report} has no {MEASUREMENT} beside it, which names its paper and model; move it away, or give "
+                "another `output`"
+            )
+        measurement = {
             "format": "jaxspec.paper-records/1",
             "paper": self.paper,
             "form": "counts" if options.counts else "times",
             "model": lm.fingerprint,
             "dtype": lm.precision,
         }
-        LineLog(options.directory / MEASUREMENT, header, of="measurement", resume=options.resume)
+        LineLog(header, measurement, of="measurement", resume=options.resume)
+        held.callback(lambda: None if _stored(directory) else header.unlink(missing_ok=True))
+        if not options.resume:
+            report.unlink(missing_ok=True)
 
     def _write(self, options: PaperOptions, report: Report) -> int:
         # The pages print at most three digits, and six keep the stored reports small.
@@ -163,6 +178,20 @@ class Papers:
         else:
             show(report)
         return 0
+
+
+def _stored(directory: Path) -> bool:
+    """Whether a directory has files of a measurement beside its header and its lock."""
+    from jaxspec.host import lock
+
+    return directory.exists() and any(
+        path.name not in (MEASUREMENT, lock.FILE) for path in directory.iterdir()
+    )
+
+
+def _remove_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # it has files
+        directory.rmdir()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

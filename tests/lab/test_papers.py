@@ -358,8 +358,15 @@ def test_an_interruption_says_what_is_kept(run, tmp_path):
         130,
         "jaxspec: interrupted; no measurements were stored; give --output to be able to resume",
     )
+    output = tmp_path / "new"
+    _, _, err = run("--output", output)
+    assert err.splitlines()[-1] == "jaxspec: interrupted; no measurements were stored"
+    assert not output.exists()
+    (tmp_path / "grid.jsonl").write_text("{}")
     _, _, err = run("--output", tmp_path)
     assert f"the measurements are in {tmp_path}; the same command resumes them" in err
+    _, _, err = run("--output", tmp_path, "--no-resume")
+    assert f"the measurements are in {tmp_path}; the same command without --no-resume resumes them" in err
 
 
 @pytest.mark.parametrize(
@@ -380,6 +387,19 @@ def test_an_output_has_one_measurement(capsys, monkeypatch, model, tmp_path, arg
     assert f"belongs to another measurement: {differs}" in err
     assert files == {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert called(capsys, *arguments, *where, "--no-resume", main=command.main)[0] == 0
+    (tmp_path / command.MEASUREMENT).unlink()
+    status, _, err = called(capsys, *arguments, *where, main=command.main)
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"{tmp_path / command.REPORT} has no {command.MEASUREMENT} beside it" in err
+
+
+def test_a_refused_measurement_leaves_no_output(run, tmp_path):
+    output = tmp_path / "new"
+    run.found = ValueError("no draft")
+    assert run("--output", output)[0] == 2
+    assert not output.exists()
+    run.found = REPORT
+    assert run("--output", output, "--draft", "some")[0] == 0
 
 
 def test_a_missing_model_leaves_no_output(capsys, tmp_path):
