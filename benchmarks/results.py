@@ -394,8 +394,9 @@ A claim holds for one model and cost if its interval lies above 1 (.95 where the
 and does not hold if its interval lies below; else it cannot be told. The printed ends are rounded, and a verdict uses
 all digits: 1.00 may be below or above 1. A verdict has the number of cases in which the claim holds, and does not hold:
 first at the paper's costs, then measured here. "Holds" is for all times measured here; otherwise "holds at the paper's
-cost ratio", and "does not hold", are for all cases at the paper's costs. More than 200 intervals are judged, so some
-are wrong by chance."""
+cost ratio", and "does not hold", are for all cases at the paper's costs. A claim about cosines or accuracies has no
+costs: its cases are in the last column. An empty cell has no figure for the claim. More than 200 intervals are judged,
+so some are wrong by chance."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 # The header of the measurement that has an output directory.
 MEASUREMENT = "measurement.jsonl"
+# The beginning of every file of records; other files of the directory are the user's.
+_RECORDS = b'{"format": "jaxspec.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Papers:
                 if options.directory is not None:
                     kept = "no measurements were stored"
                     if _stored(options.directory):
-                        same = "the same command" + ("" if options.resume else " without --no-resume")
+                        same = "the same command" + ("" if options.resume else ", without --no-resume,")
                         kept = f"the measurements are in {options.directory}; {same} resumes them"
                 print(f"jaxspec: interrupted; {kept}", file=sys.stderr)
                 return INTERRUPTED
@@ -158,10 +160,10 @@ class Papers:
             "model": lm.fingerprint,
             "dtype": lm.precision,
         }
+        if not options.resume:
+            _begin_again(directory)
         LineLog(header, measurement, of="measurement", resume=options.resume)
         held.callback(lambda: None if _stored(directory) else header.unlink(missing_ok=True))
-        if not options.resume:
-            report.unlink(missing_ok=True)
 
     def _write(self, options: PaperOptions, report: Report) -> int:
         # The pages print at most three digits, and six keep the stored reports small.
@@ -187,6 +189,16 @@ def _stored(directory: Path) -> bool:
     return directory.exists() and any(
         path.name not in (MEASUREMENT, lock.FILE) for path in directory.iterdir()
     )
+
+
+def _begin_again(directory: Path) -> None:
+    """Removes the report and all records, so that a later command resumes none of an earlier measurement."""
+    (directory / REPORT).unlink(missing_ok=True)
+    for path in directory.glob("*.jsonl"):
+        with path.open("rb") as file:
+            ours = file.read(len(_RECORDS)) == _RECORDS
+        if ours:
+            path.unlink()
 
 
 def _remove_empty(directory: Path) -> None:

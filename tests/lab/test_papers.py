@@ -14,6 +14,7 @@ from benchmarks.papers.tables import Cell, Claim, Report, Row, Table, all_hold, 
 from benchmarks.papers.workbench import Column, Workbench, speeds
 from jaxspec.bench import prompts
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.host.line_log import LineLog
 from jaxspec.methods import DraftModel, LayerSkip, NGram
 from jaxspec.tuning import fitness_report, inspection, mask_search
 from jaxspec.tuning.round_costs import Costs
@@ -366,7 +367,7 @@ def test_an_interruption_says_what_is_kept(run, tmp_path):
     _, _, err = run("--output", tmp_path)
     assert f"the measurements are in {tmp_path}; the same command resumes them" in err
     _, _, err = run("--output", tmp_path, "--no-resume")
-    assert f"the measurements are in {tmp_path}; the same command without --no-resume resumes them" in err
+    assert f"the measurements are in {tmp_path}; the same command, without --no-resume, resumes them" in err
 
 
 @pytest.mark.parametrize(
@@ -386,7 +387,11 @@ def test_an_output_has_one_measurement(capsys, monkeypatch, model, tmp_path, arg
     assert (status, err.count("\n")) == (2, 1)
     assert f"belongs to another measurement: {differs}" in err
     assert files == {path: path.read_bytes() for path in tmp_path.iterdir()}
+    log = LineLog(tmp_path / "grid.jsonl", {"format": "jaxspec.paper/1/grid"}, of="benchmark")
+    own = tmp_path / "prompts.jsonl"
+    own.write_text('{"prompt": "mine"}\n')
     assert called(capsys, *arguments, *where, "--no-resume", main=command.main)[0] == 0
+    assert (log.path.exists(), own.exists()) == (False, True)
     (tmp_path / command.MEASUREMENT).unlink()
     status, _, err = called(capsys, *arguments, *where, main=command.main)
     assert (status, err.count("\n")) == (2, 1)
