@@ -148,7 +148,7 @@ class Papers:
             held.callback(_remove_empty, directory)
         held.enter_context(lock.exclusive(directory, tell, "output"))
         header, report = directory / MEASUREMENT, directory / REPORT
-        if options.resume and report.exists() and not header.exists():
+        if report.exists() and not header.exists():
             raise ValueError(
                 f"{report} has no {MEASUREMENT} beside it, which names its paper and model; move it away, or give "
                 "another `output`"
@@ -160,7 +160,7 @@ class Papers:
             "model": lm.fingerprint,
             "dtype": lm.precision,
         }
-        if not options.resume:
+        if header.exists() and not options.resume:
             _begin_again(directory)
         LineLog(header, measurement, of="measurement", resume=options.resume)
         held.callback(lambda: None if _stored(directory) else header.unlink(missing_ok=True))

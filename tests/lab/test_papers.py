@@ -393,7 +393,7 @@ def test_an_output_has_one_measurement(capsys, monkeypatch, model, tmp_path, arg
     assert called(capsys, *arguments, *where, "--no-resume", main=command.main)[0] == 0
     assert (log.path.exists(), own.exists()) == (False, True)
     (tmp_path / command.MEASUREMENT).unlink()
-    status, _, err = called(capsys, *arguments, *where, main=command.main)
+    status, _, err = called(capsys, *arguments, *where, "--no-resume", main=command.main)
     assert (status, err.count("\n")) == (2, 1)
     assert f"{tmp_path / command.REPORT} has no {command.MEASUREMENT} beside it" in err
 
