@@ -7,16 +7,21 @@ The definitions are those of transformers' logits processors, and for presence a
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.model.control import run_if
 from jaxspec.model.tree import Tree
 
 
 @struct.dataclass
 class Penalties:
-    """Penalties and bans for B rows. A setting of None costs nothing; 1, 0 or −1 disable a setting in single rows.
+    """Penalties and bans for B rows. 1, 0 or −1 disable a setting in single rows.
+
+    A setting that no row uses takes no time; one that is None is not compiled.
 
     Attributes:
       begin: int32[B], the length of each prompt.
@@ -48,6 +53,35 @@ class Penalties:
     ngram: jax.Array | None = None
     longest_ngram: int = struct.field(pytree_node=False, default=0)
 
+    def of(self, live: jax.Array) -> Penalties:
+        """Returns the penalties without those of rows that are not live, bool[B], so that they take no time."""
+
+        def kept(setting: jax.Array | None, neutral: float) -> jax.Array | None:
+            return None if setting is None else jnp.where(live, setting, neutral)
+
+        until = None if self.until is None else jnp.where(live[:, None], self.until, 0)
+        repetition, presence = kept(self.repetition, 1.0), kept(self.presence, 0.0)
+        return dataclasses.replace(
+            self,
+            repetition=repetition,
+            presence=presence,
+            frequency=kept(self.frequency, 0.0),
+            until=until,
+        )
+
+    def active(self, length: jax.Array) -> jax.Array:
+        """Returns whether the logits of some row change, bool[].
+
+        A banned token that has become possible at `length`, int32[B], the committed tokens, changes nothing.
+        """
+        changed = jnp.full(length.shape, self.words is not None or self.ngram is not None)
+        for setting, neutral in ((self.repetition, 1.0), (self.presence, 0.0), (self.frequency, 0.0)):
+            if setting is not None:
+                changed |= setting != neutral
+        if self.banned is not None and self.until is not None:
+            changed |= jnp.any((self.banned >= 0) & (length[:, None] < self.until), axis=1)
+        return jnp.any(changed)
+
     def apply(
         self,
         logits: jax.Array,
@@ -77,8 +111,10 @@ class Penalties:
         # The position of each row's next token.
         at = length[:, None] + depth
         if self.banned is not None and self.until is not None:
-            early = at[..., None] < self.until[:, None]
-            logits = _impossible(logits, self.banned[:, None], early)
+            banned, early = self.banned[:, None], at[..., None] < self.until[:, None]
+            logits = run_if(
+                jnp.any(early & (banned >= 0)), lambda logits: _impossible(logits, banned, early), logits
+            )
         if self.words is None and self.ngram is None:
             return logits
         # Sequences are compared with the text before each row's next token, including the drafts on its path.
@@ -125,19 +161,27 @@ class Penalties:
         def of_row(number: jax.Array) -> jax.Array:
             return number[:, None, None]
 
-        if self.repetition is not None:
-            factor = of_row(self.repetition)
-            penalised = jnp.where(logits < 0, logits * factor, logits / factor)
-            logits = jnp.where(counts(0) > 0, penalised, logits)
-        if self.presence is None and self.frequency is None:
+        repetition, presence, frequency = self.repetition, self.presence, self.frequency
+
+        def less_repetition(logits: jax.Array) -> jax.Array:
+            assert repetition is not None
+            penalised = jnp.where(logits < 0, logits * of_row(repetition), logits / of_row(repetition))
+            return jnp.where(counts(0) > 0, penalised, logits)
+
+        def less_frequent(logits: jax.Array) -> jax.Array:
+            # Unlike repetition, presence and frequency do not count the prompt.
+            occurrences = counts(self.begin[:, None])
+            if frequency is not None:
+                logits = logits - of_row(frequency) * occurrences
+            if presence is not None:
+                logits = logits - of_row(presence) * (occurrences > 0)
             return logits
-        # Unlike repetition, presence and frequency do not count the prompt.
-        occurrences = counts(self.begin[:, None])
-        if self.frequency is not None:
-            logits = logits - of_row(self.frequency) * occurrences
-        if self.presence is not None:
-            logits = logits - of_row(self.presence) * (occurrences > 0)
-        return logits
+
+        # Occurrences are counted only for a penalty that some row has.
+        if repetition is not None:
+            logits = run_if(jnp.any(repetition != 1), less_repetition, logits)
+        some = [jnp.any(setting != 0) for setting in (presence, frequency) if setting is not None]
+        return run_if(jnp.any(jnp.stack(some)), less_frequent, logits) if some else logits
 
 
 def _impossible(logits: jax.Array, tokens: jax.Array, which: jax.Array) -> jax.Array:

@@ -61,8 +61,9 @@ class View:
         length − 1 on; it must not change the committed ones.
       budget: int32[B], the row's budget of draft tokens: the tokens left, minus the one that verification adds;
         0 in a finished row.
-      draws: [B, K + 1], the keys that will draw the target's next tokens, if the acceptor is `coupled`. A draft that is
-        drawn by the same keys is accepted more often. None for other acceptors, whose draws the draft must not see.
+      draws: [B], the rows' keys, from which those that will draw the target's next tokens follow (`sampling.keys_at`,
+        `sampling.drawn_by`), if the acceptor is `coupled`. A draft that is drawn by the same keys is accepted more
+        often. None for other acceptors, whose draws the draft must not see.
       penalties: changes of the target's logits that follow from the text before a position; None for none. A draft that
         applies them is accepted more often.
 
@@ -509,14 +510,16 @@ class Acceptor(abc.ABC):
 
 
 def rising_widths(num_draft_tokens: int) -> tuple[int, ...]:
-    """Returns the verify widths of a drafter that often proposes less than K, or nothing: 1, 4, 8, 16, … and K + 1.
+    """Returns the verify widths of a drafter that often proposes less than K, or nothing: 1, 5, 17, 65 and K + 1.
+
+    Each width is another copy of the model to compile, so those above half of K + 1 are left out.
 
     Examples:
-      >>> rising_widths(20)
-      (1, 4, 8, 16, 21)
+      >>> rising_widths(5), rising_widths(10), rising_widths(40)
+      ((1, 6), (1, 5, 11), (1, 5, 17, 41))
     """
     full = num_draft_tokens + 1
-    return (1, *(width for width in (4, 8, 16, 32, 64) if width < full), full)
+    return (1, *(width for width in (5, 17, 65) if 2 * width <= full), full)
 
 
 def kinds_of(part: Any) -> tuple[type, ...]:

@@ -6,11 +6,14 @@ alike.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from jaxspec.model.control import run_if
 
 # Temperatures below it mean greedy, as in vLLM: such a distribution has one token, and smaller ones are 0 in float32.
 MIN_TEMPERATURE = 1e-5
@@ -32,6 +35,8 @@ class Distribution(Protocol):
     `log_probs`: logits [B, ..., V] → normalised log-probabilities, float32, −inf where impossible.
     `draw`: per-row keys [B] and logits [B, V] → tokens int32[B], and the log-probabilities [B, V] they were
     drawn from, or None if the token is deterministic given the logits (a point mass).
+    `drawing`: whether some row is sampled; a Python bool if that is static.
+    `of`: the distribution with greedy rows where `live`, bool[B], is False.
 
     Examples:
       >>> distribution: Distribution = Greedy()
@@ -42,6 +47,11 @@ class Distribution(Protocol):
     def log_probs(self, logits: jax.Array) -> jax.Array: ...
 
     def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]: ...
+
+    @property
+    def drawing(self) -> bool | jax.Array: ...
+
+    def of(self, live: jax.Array) -> Distribution: ...
 
 
 @jax.named_scope("sampling")
@@ -87,7 +97,7 @@ def _nearest(distance: jax.Array, weight: jax.Array, most: jax.Array) -> jax.Arr
 
 @struct.dataclass
 class Greedy:
-    """Always gives the most likely token; the first of equals.
+    """Always gives the most likely token; the first of equals. For loops that only decode greedily.
 
     Examples:
       >>> keys = jax.random.split(jax.random.key(0), 1)
@@ -104,12 +114,22 @@ class Greedy:
         """Returns the most likely token, int32[B], and None; the keys are not used."""
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
 
+    @property
+    def drawing(self) -> bool:
+        """Returns False: no row is sampled."""
+        return False
+
+    def of(self, live: jax.Array) -> Greedy:
+        """Returns the distribution itself."""
+        return self
+
 
 @struct.dataclass
 class Sampling:
     """Applies temperature, then top-k, top-p and min-p, each on the output of the previous filter, as in transformers.
 
-    Every number is per row. A filter that is None is not compiled; an array may disable it in some rows.
+    Every number is per row, so rows that differ share a program. A filter that no row uses takes no time; one that is
+    None is not compiled.
 
     Attributes:
       temperature: float32[B]; a row with 0 is greedy.
@@ -140,23 +160,41 @@ class Sampling:
         distance = jnp.max(logits, axis=-1, keepdims=True) - logits
         distance = distance / jnp.where(temperature > 0, temperature, 1.0)
         warped = -distance
+        drawn = temperature > 0
+
+        def keep_likeliest(warped: jax.Array) -> jax.Array:
+            most = jnp.where(top_k > 0, top_k, jnp.inf)
+            return jnp.where(_nearest(distance, jnp.ones_like(distance), most), warped, -jnp.inf)
+
+        def keep_nucleus(warped: jax.Array) -> jax.Array:
+            most = jnp.where(top_p < 1, top_p, jnp.inf)
+            return jnp.where(_nearest(distance, jax.nn.softmax(warped, axis=-1), most), warped, -jnp.inf)
+
+        # Each filter runs only if a sampled row uses it.
         if self.top_k is not None:
             top_k = per_row(self.top_k)
-            most = jnp.where(top_k > 0, top_k, jnp.inf)
-            warped = jnp.where(_nearest(distance, jnp.ones_like(distance), most), warped, -jnp.inf)
+            warped = run_if(jnp.any(drawn & (top_k > 0)), keep_likeliest, warped)
         if self.top_p is not None:
             top_p = per_row(self.top_p)
-            most = jnp.where(top_p < 1, top_p, jnp.inf)
-            warped = jnp.where(_nearest(distance, jax.nn.softmax(warped, axis=-1), most), warped, -jnp.inf)
+            warped = run_if(jnp.any(drawn & (top_p < 1)), keep_nucleus, warped)
         if self.min_p is not None:
             floor = jnp.max(warped, axis=-1, keepdims=True) + jnp.log(per_row(self.min_p))
             warped = jnp.where(warped >= floor, warped, -jnp.inf)
-        return jnp.where(temperature > 0, jax.nn.log_softmax(warped, axis=-1), _point_mass(logits))
+        return jnp.where(drawn, jax.nn.log_softmax(warped, axis=-1), _point_mass(logits))
 
     def draw(self, keys: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns tokens int32[B] and the distribution they were drawn from, float32[B, V]."""
         log_probs = self.log_probs(logits)
         return categorical(keys, log_probs), log_probs
+
+    @property
+    def drawing(self) -> jax.Array:
+        """Returns whether some row is sampled, bool[]."""
+        return jnp.any(self.temperature > 0)
+
+    def of(self, live: jax.Array) -> Sampling:
+        """Returns the distribution in which rows that are not live, bool[B], are greedy, so that they take no time."""
+        return dataclasses.replace(self, temperature=jnp.where(live, self.temperature, 0.0))
 
 
 def seed_key(seed: int | jax.Array) -> jax.Array:
@@ -182,11 +220,34 @@ def categorical(keys: jax.Array, log_probs: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.categorical)(keys, log_probs).astype(jnp.int32)
 
 
+def keys_at(keys: jax.Array, length: jax.Array) -> jax.Array:
+    """Returns the keys of plain decoding's rounds that begin with `length` int32[B] committed tokens, [B].
+
+    `keys`: [B], one of each row. They depend only on the row and the position of the token that the round commits.
+
+    Examples:
+      >>> keys_at(jax.random.split(jax.random.key(0), 2), jnp.array([3, 5])).shape
+      (2,)
+    """
+    return fold_in(fold_in(keys, length), 1)
+
+
 def drawn_by(keys: jax.Array) -> jax.Array:
-    """Returns the keys that draw the target's tokens at positions of the text, from the positions' keys [B, T].
+    """Returns the keys that draw the target's tokens at positions of the text, from the positions' keys [...].
 
     Examples:
       >>> drawn_by(jax.random.split(jax.random.key(0), (2, 3))).shape
       (2, 3)
     """
-    return jax.vmap(jax.vmap(lambda place: jax.random.fold_in(place, 1)))(keys)
+    return fold_in(keys, 1)
+
+
+def fold_in(keys: jax.Array, data: jax.Array | int) -> jax.Array:
+    """Returns a key for each key [...] and a number, or for each key and its own number.
+
+    Examples:
+      >>> fold_in(jax.random.split(jax.random.key(0), 2), 3).shape
+      (2,)
+    """
+    flat = jnp.broadcast_to(jnp.asarray(data), keys.shape).ravel()
+    return jax.vmap(jax.random.fold_in)(keys.ravel(), flat).reshape(keys.shape)

@@ -6,16 +6,18 @@ Every function takes and returns arrays of B rows; K = `drafter.num_draft_tokens
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.model import cache as kv
 from jaxspec.model import llama, tree
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.control import narrowest
+from jaxspec.model.control import either, narrowest
 from jaxspec.model.numerics import sums, widened
 from jaxspec.model.tree import Tree
 from jaxspec.protocol import (
@@ -26,7 +28,7 @@ from jaxspec.protocol import (
     View,
     Weights,
 )
-from jaxspec.sampling import Distribution, is_finite
+from jaxspec.sampling import Distribution, Greedy, is_finite, seed_key
 from jaxspec.tree_acceptance import reject, walk
 
 
@@ -58,21 +60,21 @@ def verify(
     drafter: Drafter,
     acceptor: Acceptor,
     distribution: Distribution,
-    keys: jax.Array,
+    keys: Callable[[], jax.Array],
     view: View,
     proposal: Proposal,
     widths: tuple[int, ...],
-    log_probs: bool,
+    log_probs: bool | jax.Array | None,
 ) -> Verified:
     """Runs the target over the pending token and the drafts, in the smallest of `widths` that holds the longest draft.
 
     Args:
       config, params, drafter, acceptor, distribution: the method, on the target.
-      keys: [B] for a chain; [B, K + 1], a key for each position of the text, for a tree or a coupled acceptor.
+      keys: returns [B] for a chain; [B, K + 1], a key for each position of the text, for a tree or a coupled acceptor.
       view: the rows.
       proposal: the draft tokens within the budget, see `trimmed`.
       widths: compiled numbers of rows, rising, static; the last one is the number of nodes + 1.
-      log_probs: whether to report them, static.
+      log_probs: whether to report them, bool[]; None for never.
     """
     pending, start, depth = view.pending, view.start, drafter.num_draft_tokens
     batch, full = pending.shape[0], drafter.num_nodes + 1
@@ -116,39 +118,24 @@ def verify(
             hidden = jnp.concatenate([proposal.pending_hidden, hidden], axis=1)
         if aux_hidden_states is not None and branches is None:
             aux_hidden_states = widened(aux_hidden_states, full)
-        # Penalties change the distribution that is sampled, not the reported log-probabilities.
-        raw = judged = llama.logits(config, params.target, hidden)
-        if view.penalties is not None:
-            judged = view.penalties.apply(raw, view.tokens, view.length, kept.tokens, branches)
-        finite = is_finite(judged)
-        if branches is None:
-            sound = _leading(finite)
-        # NaN would spread to earlier tokens, because an acceptor may weigh a token by those after it.
+        logits = llama.logits(config, params.target, hidden)
+        likely = widened(jax.lax.top_k(logits, num_top_tokens)[1], full) if num_top_tokens else None
         with jax.named_scope("sampling"):
-            raw, judged = (jnp.where(finite[..., None], logits, 0.0) for logits in (raw, judged))
-        likely = widened(jax.lax.top_k(raw, num_top_tokens)[1], full) if num_top_tokens else None
-        if branches is None:
-            with jax.named_scope("sampling"):
-                acceptance = acceptor.accept(keys, kept, judged, distribution)
-            tokens, of_path = kept.tokens, raw
-        else:
-            # Recursive rejection needs the draft's distribution; without it, only the target's own draws are accepted.
-            accept = getattr(acceptor, "accept_tree", walk if drawn_from is None else reject)
-            with jax.named_scope("sampling"):
-                acceptance = accept(keys, kept, branches, judged, distribution)
-            assert acceptance.path is not None
+            acceptance, finite = _judged(acceptor, distribution, keys, view, kept, branches, depth, logits)
+        tokens, path = kept.tokens, acceptance.path
+        if path is not None:
             # From here on, arrays follow the accepted path instead of the nodes.
-            sound = _leading(tree.along(finite, acceptance.path))
-            aux_hidden_states = (
-                None if aux_hidden_states is None else tree.along(aux_hidden_states, acceptance.path)
-            )
-            tokens = accepted_tokens(view, kept.tokens, acceptance)
-            of_path = tree.along(raw, acceptance.path) if log_probs else raw
-        if not log_probs:
-            return Verified(cache, acceptance, sound, None, aux_hidden_states, likely, ridden)
-        after = with_next(tokens, acceptance)
-        reported = widened(log_probs_of(of_path, after, config.exact), depth + 1)
-        return Verified(cache, acceptance, sound, reported, aux_hidden_states, likely, ridden)
+            finite = tree.along(finite, path)
+            aux_hidden_states = None if aux_hidden_states is None else tree.along(aux_hidden_states, path)
+            tokens = accepted_tokens(view, tokens, acceptance)
+
+        def reported() -> jax.Array:
+            along = logits if path is None else tree.along(logits, path)
+            return widened(log_probs_of(along, with_next(tokens, acceptance), config.exact), depth + 1)
+
+        token_log_probs = None if log_probs is None else either(log_probs, reported, lambda: no_log_probs)
+        sound = _leading(finite)
+        return Verified(cache, acceptance, sound, token_log_probs, aux_hidden_states, likely, ridden)
 
     def compacted(verified: Verified) -> Verified:
         if (path := verified.acceptance.path) is None:
@@ -158,12 +145,12 @@ def verify(
         path = jnp.where(place <= verified.acceptance.count[:, None], path, place)
         return verified._replace(cache=kv.move(verified.cache, start, path, full))
 
+    no_log_probs = jnp.zeros((batch, depth + 1), jnp.float32)
     if widths == (full,):
         return compacted(run(full, view.cache))
     needed = jnp.max(proposal.count) + 1
     nothing = jnp.zeros(batch, jnp.int32)
     no_path = None if whole is None else jnp.zeros((batch, depth + 1), jnp.int32)
-    no_log_probs = jnp.zeros((batch, depth + 1), jnp.float32) if log_probs else None
     no_aux_hidden_states = None
     if aux_layers:
         width_of_aux_layers = len(aux_layers) * config.hidden_size
@@ -172,9 +159,64 @@ def verify(
         )
     no_likely = jnp.zeros((batch, full, num_top_tokens), jnp.int32) if num_top_tokens else None
     nowhere = Acceptance(nothing, nothing, no_path)
-    carry = Verified(view.cache, nowhere, nothing, no_log_probs, no_aux_hidden_states, no_likely)
+    nothing_reported = None if log_probs is None else no_log_probs
+    carry = Verified(view.cache, nowhere, nothing, nothing_reported, no_aux_hidden_states, no_likely)
     verified = narrowest(widths, needed, lambda width, carry: run(width, carry.cache), carry, "verify")
     return compacted(verified)
+
+
+def _judged(
+    acceptor: Acceptor,
+    distribution: Distribution,
+    keys: Callable[[], jax.Array],
+    view: View,
+    proposal: Proposal,
+    branches: Tree | None,
+    depth: int,
+    logits: jax.Array,
+) -> tuple[Acceptance, jax.Array]:
+    """Returns the accepted tokens, and where the logits are finite, bool[B, R].
+
+    Args:
+      acceptor, distribution, keys, view, proposal: as in `verify`.
+      branches: the R rows of the tree; None for a chain.
+      depth: K, the most tokens accepted.
+      logits: float32[B, R, V], the target's.
+    """
+    penalties = view.penalties
+
+    def accept(
+        acceptor: Acceptor, distribution: Distribution, keys: jax.Array, proposal: Proposal, logits: jax.Array
+    ) -> Acceptance:
+        if branches is None:
+            return acceptor.accept(keys, proposal, logits, distribution)
+        # Recursive rejection needs the draft's distribution; without it, only the target's own draws are accepted.
+        accept_tree = getattr(acceptor, "accept_tree", walk if proposal.log_probs is None else reject)
+        accepted: Acceptance = accept_tree(keys, proposal, branches, logits, distribution)
+        return accepted
+
+    def sampled() -> tuple[Acceptance, jax.Array]:
+        judged = logits
+        if penalties is not None:
+            judged = penalties.apply(logits, view.tokens, view.length, proposal.tokens, branches)
+        finite = is_finite(judged)
+        # NaN would spread to earlier tokens, because an acceptor may weigh a token by those after it.
+        judged = jnp.where(finite[..., None], judged, 0.0)
+        return accept(acceptor, distribution, keys(), proposal, judged), finite
+
+    def greedy() -> tuple[Acceptance, jax.Array]:
+        # Greedy acceptance draws nothing: any keys do, one for each position.
+        of_positions = jnp.broadcast_to(seed_key(0), (len(logits), depth + 1))
+        plain = dataclasses.replace(proposal, log_probs=None)
+        return accept(GreedyAcceptor(), Greedy(), of_positions, plain, logits), is_finite(logits)
+
+    drawing = distribution.drawing
+    if isinstance(drawing, bool):
+        return sampled()
+    # A batch of greedy rows without penalties neither filters nor draws: at temperature 0 all acceptors are equal.
+    if penalties is not None:
+        drawing |= penalties.active(view.length)
+    return either(drawing, sampled, greedy)
 
 
 def trimmed(proposal: Proposal, budget: jax.Array, depth: int) -> Proposal:

@@ -18,18 +18,18 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
+from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor
 from jaxspec.aot.accelerators import Topology
 from jaxspec.aot.stand_ins import UNREAD, ModelShape, draft_shape, loaded_head, write_files
 from jaxspec.decoding import DecodeState, Parts, Request
 from jaxspec.engine import compiled
 from jaxspec.engine.buckets import bucket
 from jaxspec.engine.compiler_options import compiler_options
-from jaxspec.engine.requests import RowRequest, filters_used
-from jaxspec.engine.session import distribution_of
+from jaxspec.engine.requests import RowRequest
+from jaxspec.engine.row_settings import Shapes, distribution_of
 from jaxspec.host.extras import require
 from jaxspec.io.methods.method_files import PLAN_NAME, distribution_name, read_plan
 from jaxspec.methods import Method, Resources
-from jaxspec.methods.acceptors import build_acceptor
 from jaxspec.methods.resources import LoadedModel, ModelLike
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -37,7 +37,7 @@ from jaxspec.model.llama import Params
 from jaxspec.model.quantisation import is_quantised, shardings_for
 from jaxspec.model.sharding import param_shardings, state_shardings
 from jaxspec.protocol import Drafter, Weights
-from jaxspec.sampling import seed_key
+from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 
 
 def devices(topology: Topology) -> Sequence[jax.Device]:
@@ -160,9 +160,7 @@ class Programs:
         """Returns the lowered loop of rounds (`jax.stages.Lowered`)."""
         batch = self.request.length.shape[0]
         limits = self.place.put((jnp.int32(0), jnp.zeros(batch, bool)))
-        static = compiled.rounds_static(
-            self.config, self.parts.drafter, self.static["log_probs"], self.static["mesh"]
-        )
+        static = compiled.rounds_static(self.config, self.parts.drafter, self.static["mesh"])
         return compiled.run_rounds.lower(self.weights, self.parts, self.state, *limits, **static)
 
     def cache_shapes(self) -> set[tuple[int, ...]]:
@@ -211,8 +209,12 @@ def make(
     capacity: int = 1024,
     dtype: DTypeLike = jnp.bfloat16,
     distribution: Mapping[str, Any] | None = None,
+    every_option: bool = False,
 ) -> Programs:
-    """Returns the programs that generation runs for a method at these sizes.
+    """Returns the programs of a method at these sizes, without the branches that no row enters.
+
+    Generation compiles one program for all options; a batch enters only the branches that its rows need. An estimate
+    counts a condition as its most expensive branch, so the branches of other options are left out here.
 
     Files of the method (a plan, a probe, a ranking) are replaced by stand-ins, since their numbers are data of the
     program. A static mask is that of the stand-in plan, which skips every other sublayer of the later layers.
@@ -225,6 +227,7 @@ def make(
       capacity: tokens per row; rounded up to a power of two, as in generation.
       dtype: type of weights and cache.
       distribution: parameters of the sampling distribution, see `sampling.Sampling`; greedy by default.
+      every_option: whether the programs are those of generation, with the branches of all options.
 
     Raises:
       ValueError, FileNotFoundError: an option does not fit the model or the sizes; one line.
@@ -249,23 +252,38 @@ def make(
             f"{drafter.reach}"
         )
     platform = place.devices[0].platform
+    rows, shapes = [row] * batch, Shapes.of([row])
     parts = Parts(
         drafter,
-        build_acceptor(None, sampling),
-        distribution_of([row] * batch, filters_used([row]) if sampling else None),
+        BlockAcceptor() if sampling or every_option else GreedyAcceptor(),
+        distribution_of(rows) if every_option else _only(distribution_of(rows), row),
         one_width=platform != "cpu",
     )
+    if every_option:
+        parts = dataclasses.replace(parts, penalties=shapes.penalties(rows), log_probs=jnp.zeros(batch, bool))
 
     def asked() -> Request:
-        rows = jnp.zeros(batch, jnp.int32)
+        zeros, ends = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, shapes.num_eos), jnp.int32)
         keys = jax.random.split(seed_key(0), batch)
-        return Request(jnp.zeros((batch, capacity), jnp.int32), rows, rows, rows[:, None], keys)
+        return Request(jnp.zeros((batch, capacity), jnp.int32), zeros, zeros, ends, keys)
 
     request = jax.eval_shape(asked)
     weights = Weights(place.put_params(target.params(dtype), target.config), own)
-    static = compiled.prefill_static(target.config, capacity, capacity, platform, False, place.mesh)
+    static = compiled.prefill_static(target.config, capacity, platform, place.mesh)
     return Programs(
         target.config, weights, place.put(parts), place.put(request), place, static, part_bytes(shared)
+    )
+
+
+def _only(distribution: Sampling, row: RowRequest) -> Distribution:
+    """Returns the distribution without the filters that a request does not use."""
+    if row.temperature == 0:
+        return Greedy()
+    return dataclasses.replace(
+        distribution,
+        top_k=distribution.top_k if row.top_k > 0 else None,
+        top_p=distribution.top_p if row.top_p < 1 else None,
+        min_p=distribution.min_p if row.min_p > 0 else None,
     )
 
 

@@ -16,7 +16,6 @@ from jaxspec.decoding.rows import (
     Parts,
     Request,
     Stats,
-    fold_in,
     is_eos,
     put_rows,
 )
@@ -24,8 +23,9 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model import prefill as prompts
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import either, run_if
 from jaxspec.protocol import Drafter, Prefill, State, View, Weights
-from jaxspec.sampling import is_finite
+from jaxspec.sampling import fold_in, is_finite
 
 
 def prefill(
@@ -37,7 +37,6 @@ def prefill(
     *,
     chunk_size: int,
     merged: bool = True,
-    log_probs: bool = False,
 ) -> tuple[DecodeState, Emitted]:
     """Feeds the prompts and draws the first token of each row, which is then pending.
 
@@ -52,7 +51,6 @@ def prefill(
         the drafter has auxiliary layers, `caches.absorbed` is None only if every row starts at 0.
       chunk_size: positions fed at once, static, a divisor of N.
       merged: the layout of the cache, static, see `model.cache`.
-      log_probs: whether to report log-probabilities, static.
 
     Returns:
       The state, and the emitted tokens: one per row, none where the logits are not finite.
@@ -61,7 +59,7 @@ def prefill(
     aux_drafter = aux_drafter_of(parts)
     fed = start_prefill(config, params, request, aux_drafter, caches, merged=merged)
     fed = feed(config, params, request, fed, jnp.int32(0), stop, aux_drafter, chunk_size=chunk_size)
-    return end_prefill(config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs)
+    return end_prefill(config, params, parts, request, fed, chunk_size=chunk_size)
 
 
 def aux_drafter_of(parts: Parts) -> Drafter | None:
@@ -137,18 +135,32 @@ def end_prefill(
     fed: prompts.Prefilling,
     *,
     chunk_size: int,
-    log_probs: bool = False,
 ) -> tuple[DecodeState, Emitted]:
     """Draws the first tokens after the last chunk of the prompts; see `prefill`."""
     _check_keys(request.keys)
     batch, hidden, cache = request.tokens.shape[0], fed.hidden, fed.cache
     similarities = fed.similarities / prompts.num_fed(request.length, request.start)[:, None, None]
     logits = llama.logits(config, params.target, hidden)
-    judged = logits
-    if parts.penalties is not None:
-        judged = parts.penalties.apply(logits[:, None], request.tokens, request.length)[:, 0]
+    judged, penalties = logits, parts.penalties
+    if penalties is not None:
+
+        def apply(logits: jax.Array) -> jax.Array:
+            return penalties.apply(logits[:, None], request.tokens, request.length)[:, 0]
+
+        judged = run_if(penalties.active(request.length), apply, logits)
     sound = is_finite(judged)
-    token, _ = parts.distribution.draw(fold_in(request.keys, request.length), judged)
+    token = either(
+        parts.distribution.drawing,
+        lambda: parts.distribution.draw(fold_in(request.keys, request.length), judged)[0],
+        lambda: jnp.argmax(judged, axis=-1).astype(jnp.int32),
+    )
+    reported = None
+    if parts.log_probs is not None:
+        reported = either(
+            parts.reports,
+            lambda: verification.log_probs_of(logits[:, None], token[:, None], config.exact),
+            lambda: jnp.zeros((batch, 1), jnp.float32),
+        )
     count = sound.astype(jnp.int32)
     length = request.length + count
     done = ~sound | is_eos(token[:, None], request.eos_ids)[:, 0] | (length >= request.limit)
@@ -174,9 +186,7 @@ def end_prefill(
         count=count,
         drafted=jnp.zeros((batch, 1), bool),
         proposed=jnp.zeros((batch, 1), jnp.int32),
-        log_probs=(
-            verification.log_probs_of(logits[:, None], token[:, None], config.exact) if log_probs else None
-        ),
+        log_probs=reported,
         length=length,
         done=done,
         broken=state.broken,

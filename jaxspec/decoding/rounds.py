@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import verification
-from jaxspec.decoding.rows import DecodeState, Emitted, Parts, Stats, fold_in, is_eos, put_rows
+from jaxspec.decoding.rows import DecodeState, Emitted, Parts, Stats, is_eos, put_rows
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Outcome, View, Weights
-from jaxspec.sampling import drawn_by
+from jaxspec.sampling import fold_in, keys_at
 
 
 def run_rounds(
@@ -24,7 +24,6 @@ def run_rounds(
     halt: jax.Array,
     *,
     window: int,
-    log_probs: bool = False,
 ) -> tuple[DecodeState, Emitted]:
     """Runs rounds until every row is done, `max_rounds` ran, or the next one might not fit.
 
@@ -36,7 +35,6 @@ def run_rounds(
       max_rounds: int32 scalar.
       halt: bool[B], rows to end before the first round, for instance after a stop string.
       window: W, the most tokens that a row can emit in this call, static, at least K + 1.
-      log_probs: whether to report log-probabilities, static.
 
     Returns:
       The state and the emitted tokens.
@@ -45,7 +43,7 @@ def run_rounds(
     batch, width = state.length.shape[0], parts.drafter.num_draft_tokens + 1
     first = state.length
     drafted, proposed = jnp.zeros((batch, window), bool), jnp.zeros((batch, window), jnp.int32)
-    reported_log_probs = jnp.zeros((batch, window), jnp.float32) if log_probs else None
+    reported_log_probs = None if parts.log_probs is None else jnp.zeros((batch, window), jnp.float32)
 
     def more(carry: tuple[Any, ...]) -> Any:
         rounds, state, *_ = carry
@@ -56,7 +54,7 @@ def run_rounds(
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         rounds, state, drafted, proposed, reported_log_probs = carry
         at = state.length - first
-        state, outcome, token_log_probs = decode_round(config, params, parts, state, log_probs=log_probs)
+        state, outcome, token_log_probs = decode_round(config, params, parts, state)
         # A drafter that takes turns with others has buffers for their longest draft; its own may be shorter.
         accepted = jnp.arange(outcome.tokens.shape[1])[None] < outcome.accepted[:, None]
         drafted = put_rows(drafted, accepted, at, outcome.count)
@@ -87,15 +85,17 @@ def run_rounds(
 
 
 def decode_round(
-    config: LlamaConfig, params: Weights, parts: Parts, state: DecodeState, *, log_probs: bool = False
+    config: LlamaConfig, params: Weights, parts: Parts, state: DecodeState
 ) -> tuple[DecodeState, Outcome, jax.Array | None]:
     """Runs one round: draft, verify, accept, commit, observe.
 
     Returns:
       The state; the outcome, with the committed tokens; and their log-probabilities under the target's unfiltered
-      distribution, float32[B, K + 1], or None if `log_probs` is false.
+      distribution, float32[B, K + 1], or None if `parts.log_probs` is None.
     """
     live = ~state.done
+    # The settings of finished rows must not cost the others time.
+    parts = parts.of(live)
     # Randomness depends on the row and on its length alone: a text does not depend on its neighbours or on the calls.
     keys = fold_in(state.keys, state.length)
     # A round always commits one token after the accepted drafts, so a draft gets one token less than the budget.
@@ -105,9 +105,8 @@ def decode_round(
     drafter, depth = parts.drafter, parts.drafter.num_draft_tokens
     # A coupled acceptor draws a token with the key that plain decoding uses at its position; the drafter draws with
     # the same keys, so that both draw the same token where their distributions agree.
-    # A coupled drafter draws with the same noise as the acceptor, which raises the acceptance rate.
     coupled = parts.acceptor.coupled
-    draws = drawn_by(_of_places(state, depth)) if coupled else None
+    draws = state.keys if coupled else None
     view = View(state.tokens, state.length, state.cache, budget, draws, parts.penalties)
     with jax.named_scope("draft"):  # these scopes are for a reader of the compiled program
         proposal, drafter_state, cache = drafter.propose(
@@ -117,7 +116,10 @@ def decode_round(
     proposal = verification.trimmed(proposal, budget, depth)
     # A tree has several drafts at one depth, so its keys go by position as well.
     by_place = coupled or proposal.parents is not None
-    own = _of_places(state, depth) if by_place else fold_in(keys, 1)
+
+    def own() -> jax.Array:
+        return _of_places(state, depth) if by_place else fold_in(keys, 1)
+
     view = dataclasses.replace(view, cache=cache)
     # One pass of the target over the pending token and the drafts gives its distribution after each of them.
     with jax.named_scope("verify"):
@@ -131,17 +133,14 @@ def decode_round(
             view,
             proposal,
             parts.verify_widths,
-            log_probs,
+            None if parts.log_probs is None else parts.reports,
         )
     acceptance, sound, aux_hidden_states = verified.acceptance, verified.sound, verified.aux_hidden_states
 
-    # Commit the accepted drafts and the token that the target draws after them.
-    # Accepted drafts and the token after them, in the order of the text.
+    # Accepted drafts and the token that the target draws after them, in the order of the text.
     tokens = verification.with_next(
         verification.accepted_tokens(view, proposal.tokens, acceptance), acceptance
     )
-    # Commit nothing after the first end-of-text, and nothing at or after logits that are not finite. A finished row
-    # commits nothing.
     # The text ends at the first end-of-text token, even if later drafts were accepted.
     column = jnp.arange(tokens.shape[1])[None]
     ended = is_eos(tokens, state.eos_ids) & (column <= acceptance.count[:, None])
@@ -162,8 +161,7 @@ def decode_round(
         top_tokens=verified.top_tokens,
         ridden=verified.ridden,
     )
-    # The drafter learns what was committed: it rolls its caches back, and adapts γ or its counts.
-    # The drafter sees the committed tokens, to bring its own state to the new length.
+    # The drafter sees the committed tokens: it brings its caches to the new length, and adapts γ or its counts.
     with jax.named_scope("absorb"):
         drafter_state = parts.drafter.observe(params, drafter_state, outcome)
     length = state.length + count
@@ -196,4 +194,4 @@ def _counted(stats: Stats, outcome: Outcome) -> Stats:
 def _of_places(state: DecodeState, depth: int) -> jax.Array:
     """Returns the keys of plain decoding's rounds at the next positions of the text, [B, depth + 1]."""
     rounds = state.length[:, None] + jnp.arange(depth + 1)
-    return jax.vmap(lambda length: fold_in(fold_in(state.keys, length), 1), 1, 1)(rounds)
+    return keys_at(jnp.broadcast_to(state.keys[:, None], rounds.shape), rounds)

@@ -26,6 +26,7 @@ class Parts:
         `model.control.narrowest` compiles only that width, so that the others are not traced.
       longest: int32 scalar, the largest number of draft tokens if it changes between calls; None for always K.
       penalties: changes of the target's logits that depend on the text before a position; None for none.
+      log_probs: bool[B], the rows whose log-probabilities are reported; None for none.
       kinds: the classes of the parts, see `protocol.kinds_of`; always set here.
     """
 
@@ -35,10 +36,23 @@ class Parts:
     one_width: bool = struct.field(pytree_node=False, default=False)
     longest: jax.Array | None = None
     penalties: Penalties | None = None
+    log_probs: jax.Array | None = None
     kinds: tuple[type, ...] = struct.field(pytree_node=False, default=())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", kinds_of((self.drafter, self.acceptor, self.distribution)))
+
+    def of(self, live: jax.Array) -> Parts:
+        """Returns the parts with which rows that are not live, bool[B], are greedy and report nothing."""
+        log_probs = None if self.log_probs is None else self.log_probs & live
+        penalties = None if self.penalties is None else self.penalties.of(live)
+        distribution = self.distribution.of(live)
+        return dataclasses.replace(self, distribution=distribution, penalties=penalties, log_probs=log_probs)
+
+    @property
+    def reports(self) -> bool | jax.Array:
+        """Whether some row reports log-probabilities; a Python bool if that is static."""
+        return False if self.log_probs is None else jnp.any(self.log_probs)
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
@@ -146,7 +160,8 @@ class Emitted:
       count: int32[B], the number of valid tokens.
       drafted: bool[B, W], whether a token was an accepted draft.
       proposed: int32[B, W], the number of draft tokens that were verified in the token's round.
-      log_probs: float32[B, W] under the target's unfiltered distribution at temperature 1, or None.
+      log_probs: float32[B, W] under the target's unfiltered distribution at temperature 1, meaningless in rows that do
+        not report them; or None.
       length: int32[B], committed tokens, prompt included.
       done, broken: bool[B], as in `DecodeState`.
       stats: counts since each row's prefill.
@@ -225,9 +240,3 @@ def put_rows(buffer: jax.Array, values: jax.Array, start: jax.Array, count: jax.
 def is_eos(tokens: jax.Array, eos_ids: jax.Array) -> jax.Array:
     """Returns whether tokens [B, T] are among ids [B, E] of their row, bool[B, T]."""
     return jnp.any(tokens[:, :, None] == eos_ids[:, None, :], axis=-1)
-
-
-def fold_in(keys: jax.Array, data: jax.Array | int) -> jax.Array:
-    """Returns a key per row from keys [B] and a number, or one number per row."""
-    data = jnp.broadcast_to(jnp.asarray(data), keys.shape)
-    return jax.vmap(jax.random.fold_in)(keys, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.control import once, run_if
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import run_prompts
@@ -29,7 +31,7 @@ from jaxspec.protocol import (
     Weights,
     rising_widths,
 )
-from jaxspec.sampling import Distribution, categorical, is_finite
+from jaxspec.sampling import Distribution, categorical, drawn_by, fold_in, is_finite, keys_at
 from jaxspec.stopping import Constant
 
 Carry = TypeVar("Carry")
@@ -49,7 +51,7 @@ def draft_chain(
     rule: StopRule,
     rule_state: State,
     vocabulary: Vocabulary | None = None,
-    draws: jax.Array | None = None,
+    draws: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[Proposal, Carry, State]:
     """Drafts up to K tokens per row, one after another, until the rule has stopped every row.
 
@@ -68,7 +70,8 @@ def draft_chain(
       rule: called after every draft token.
       rule_state: its state.
       vocabulary: the tokens of the step's logits; None for all.
-      draws: see `protocol.View`.
+      draws: returns the keys [B] with which the target will draw a token in the place of draft token i, see
+        `protocol.View`; None if the draft must not use them.
 
     Returns:
       The proposal, the last carry and the rule's state.
@@ -84,30 +87,35 @@ def draft_chain(
     """
     batch = token.shape[0]
 
-    def draft(i: jax.Array, token: jax.Array, active: jax.Array, carry: Carry) -> tuple[Any, ...]:
-        logits, hidden, carry = step(carry, token, i, active)
-        with jax.named_scope("sampling"):
-            if draws is None:
-                index, log_probs = distribution.draw(jax.vmap(jax.random.fold_in, (0, None))(keys, i), logits)
-            else:
-                # The coupled acceptor compares tokens only, so the proposal needs no probabilities.
-                here = jax.lax.dynamic_index_in_dim(draws, i, axis=1, keepdims=False)
-                index, log_probs = _coupled_draw(here, distribution.log_probs(logits), vocabulary), None
+    def sample(
+        i: jax.Array, logits: jax.Array, drawn: tuple[jax.Array, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the index of draft token i in the logits, and the proposal's probabilities with its own."""
+        drawn_from = drawn[1]
+        if draws is not None:
+            # The coupled acceptor compares tokens only, so the proposal needs no probabilities.
+            return _coupled_draw(draws(i), distribution.log_probs(logits), vocabulary), drawn_from
+        index, log_probs = distribution.draw(fold_in(keys, i), logits)
+        if log_probs is None or drawn_from is None:
+            return index, drawn_from
         # The proposal has tokens and probabilities of the whole vocabulary; the rule reads the draft's own logits.
-        drawn = index if vocabulary is None else vocabulary.ids[index]
-        if vocabulary is not None and log_probs is not None:
-            log_probs = vocabulary.spread(log_probs)
-        return drawn, log_probs, Signal(i, drawn, logits, hidden, index), carry
+        every = log_probs if vocabulary is None else vocabulary.spread(log_probs)
+        return index, jax.lax.dynamic_update_slice(drawn_from, every[:, None], (0, i, 0))
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
         i, active, token, proposal, rule_state, carry = state
-        token, log_probs, signal, carry = draft(i, token, active, carry)
+        logits, hidden, carry = step(carry, token, i, active)
+        with jax.named_scope("sampling"):
+            index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            # A batch without sampled rows does not draw, and does not write the probabilities, which nothing reads.
+            index, drawn_from = once(
+                distribution.drawing, functools.partial(sample, i, logits), (index, proposal.log_probs)
+            )
+        token = index if vocabulary is None else vocabulary.ids[index]
+        signal = Signal(i, token, logits, hidden, index)
         # After NaN or inf a row proposes nothing more; this token is not counted.
-        active &= is_finite(signal.logits)
+        active &= is_finite(logits)
         tokens = jax.lax.dynamic_update_slice(proposal.tokens, token[:, None], (0, i))
-        drawn_from = proposal.log_probs
-        if log_probs is not None:
-            drawn_from = jax.lax.dynamic_update_slice(drawn_from, log_probs[:, None], (0, i, 0))
         proposal = Proposal(tokens, proposal.count + active, drawn_from)
         # The token is kept even if the rule stops after it: whether it is dropped must not depend on its value.
         stopped, moved = rule.stop(rule_state, signal)
@@ -120,8 +128,11 @@ def draft_chain(
             carry,
         )
 
-    shape = jax.eval_shape(draft, jnp.int32(0), token, budget > 0, carry)[1]
-    drawn_from = None if shape is None else jnp.zeros((batch, num_draft_tokens, shape.shape[-1]), shape.dtype)
+    drawn_from = None
+    if draws is None and distribution.drawing is not False:
+        logits = jax.eval_shape(step, carry, token, jnp.int32(0), budget > 0)[0]
+        size = logits.shape[-1] if vocabulary is None else vocabulary.size
+        drawn_from = jnp.zeros((batch, num_draft_tokens, size), jnp.float32)
     empty = Proposal(jnp.zeros((batch, num_draft_tokens), jnp.int32), jnp.zeros(batch, jnp.int32), drawn_from)
     state = (jnp.int32(0), budget > 0, token, empty, rule_state, carry)
     with jax.named_scope(f"trips_{num_draft_tokens}"):  # for a reader of the compiled program
@@ -151,9 +162,13 @@ def _penalised(
         logits, hidden, inner = step(inner, token, i, active)
         # In step 0 this writes the pending token again, which the text already has.
         text = text.at[row, view.start + i].set(token)
-        every = logits if vocabulary is None else vocabulary.spread(logits)
-        every = penalties.apply(every[:, None], text, view.length + i)[:, 0]
-        return every if vocabulary is None else every[:, vocabulary.ids], hidden, (inner, text)
+
+        def apply(logits: jax.Array) -> jax.Array:
+            every = logits if vocabulary is None else vocabulary.spread(logits)
+            every = penalties.apply(every[:, None], text, view.length + i)[:, 0]
+            return every if vocabulary is None else every[:, vocabulary.ids]
+
+        return run_if(penalties.active(view.length), apply, logits), hidden, (inner, text)
 
     return penalised
 
@@ -297,6 +312,8 @@ class ChainDrafter(Drafter):
         If `params`, the draft's parameters, have a `vocabulary`, the step's logits are of its tokens.
         """
         vocabulary = None if params is None else params.get("vocabulary")
+        own = view.draws
+        draws = None if own is None else lambda i: drawn_by(keys_at(own, view.length + i))
         begin: tuple[Step[Any], Any] = (step, carry)
         # A draft under the target's penalties is accepted more often; only then must the step carry the text.
         if view.penalties is not None:
@@ -313,7 +330,7 @@ class ChainDrafter(Drafter):
                 state.rule,
             ),
             vocabulary,
-            view.draws,
+            draws,
         )
         return proposal, end if view.penalties is None else end[0], state._replace(rule=rule)
 

@@ -1,13 +1,13 @@
-"""Cache capacities per row: powers of two, so that few programs serve all lengths."""
+"""Numbers of rows, cache capacities and chunks: few of each, so that few programs serve all requests."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from jaxspec.engine.requests import RowRequest
 
-# A batch whose rows need at most this many tokens starts with its final capacity; a longer one grows during decoding.
+# The slots per row with which every batch starts; it grows during decoding. A step with a text of 50 tokens takes as
+# long as with 64 slots, up to 1 %.
 START_CAPACITY = 512
 MIN_CAPACITY = 32
 # Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less.
@@ -32,31 +32,53 @@ def is_long(request: RowRequest, platform: str) -> bool:
     return size > POLL_CHUNKS * prefill_chunk_size(size, platform)
 
 
+def rows_for(count: int, most: int, smallest: int = 1) -> int:
+    """Returns the number of rows of a batch for `count` texts: a power of four, or `most`.
+
+    Args:
+      count: at least 1.
+      most: the largest number of rows, unless `count` is larger.
+      smallest: the smallest number, such as the devices over which rows are spread.
+
+    Examples:
+      >>> [rows_for(count, most=8) for count in (1, 2, 4, 5, 8)]
+      [1, 4, 4, 8, 8]
+    """
+    rows = smallest
+    while rows < count:
+        rows *= 4
+    return max(min(rows, most), count)
+
+
+def rows_below(rows: int) -> int:
+    """Returns the next smaller number of rows, a power of four; 1 for 1.
+
+    Examples:
+      >>> rows_below(8), rows_below(4), rows_below(1)
+      (4, 1, 1)
+    """
+    below = 1
+    while 4 * below < rows:
+        below *= 4
+    return below
+
+
+def capacity_for(size: int) -> int:
+    """Returns the capacity for rows of `size` tokens: `START_CAPACITY`, or a power of two from four times that on.
+
+    Examples:
+      >>> [capacity_for(size) for size in (20, 512, 513, 3000)]
+      [512, 512, 2048, 4096]
+    """
+    return START_CAPACITY if size <= START_CAPACITY else bucket(size, 4 * START_CAPACITY)
+
+
 def start_capacity(requests: Sequence[RowRequest], reach: int) -> int:
-    """Returns the initial tokens per row: the final capacity of a short batch, else that for its prompts and a round.
+    """Returns the initial capacity of a batch, for its prompts and a round.
 
     `reach`: the slots that a round of the drafter may write past the committed tokens.
     """
-    total = max(len(r.prompt) + r.max_new_tokens for r in requests) + reach
-    prompt = max(len(r.prompt) for r in requests) + 1 + reach
-    return bucket(total) if total <= START_CAPACITY else max(START_CAPACITY, bucket(prompt))
-
-
-def capacities_from(capacity: int) -> list[int]:
-    """Returns this initial capacity, and the larger ones up to `START_CAPACITY`."""
-    larger = itertools.takewhile(
-        lambda size: size <= START_CAPACITY, (capacity << n for n in itertools.count(1))
-    )
-    return [capacity, *larger]
-
-
-def chunk_sizes_from(chunk_size: int, platform: str) -> list[int]:
-    """Returns this chunk size, and the larger ones of a platform."""
-    most = MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK
-    return [
-        chunk_size,
-        *itertools.takewhile(lambda size: size <= most, (chunk_size << n for n in itertools.count(1))),
-    ]
+    return capacity_for(max(len(request.prompt) for request in requests) + 1 + reach)
 
 
 def must_grow(length: int, reach: int, capacity: int) -> bool:
@@ -65,7 +87,7 @@ def must_grow(length: int, reach: int, capacity: int) -> bool:
 
 
 def may_grow(length: int, requests: Sequence[RowRequest], reach: int, capacity: int) -> bool:
-    """Whether to compile for the next bucket: a request may need it, and this one is half full (most texts end
+    """Whether to compile for the next capacity: a request may need it, and this one is half full (most texts end
     earlier)."""
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     return 2 * length > capacity and must_grow(longest, reach, capacity)

@@ -33,30 +33,24 @@ def constrained(mesh: Mesh | None, state: State) -> State:
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
 
 
-def prefill_static(
-    config: LlamaConfig, longest: int, capacity: int, platform: str, log_probs: bool, mesh: Mesh | None
-) -> dict[str, Any]:
-    """Returns the static arguments of `prefill` for a longest prompt of `longest` tokens."""
+def prefill_static(config: LlamaConfig, capacity: int, platform: str, mesh: Mesh | None) -> dict[str, Any]:
+    """Returns the static arguments of `prefill` for rows of `capacity` slots."""
     return {
         "config": config,
-        "chunk_size": min(buckets.prefill_chunk_size(longest, platform), capacity),
+        "chunk_size": min(buckets.prefill_chunk_size(capacity, platform), capacity),
         "merged": mesh is None,
-        "log_probs": log_probs,
         "mesh": mesh,
     }
 
 
-def rounds_static(
-    config: LlamaConfig, drafter: Drafter, log_probs: bool, mesh: Mesh | None
-) -> dict[str, Any]:
+def rounds_static(config: LlamaConfig, drafter: Drafter, mesh: Mesh | None) -> dict[str, Any]:
     """Returns the static arguments of `run_rounds`."""
-    window = WINDOW + drafter.num_draft_tokens + 1
-    return {"config": config, "window": window, "log_probs": log_probs, "mesh": mesh}
+    return {"config": config, "window": WINDOW + drafter.num_draft_tokens + 1, "mesh": mesh}
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh"),
+    static_argnames=("config", "chunk_size", "merged", "mesh"),
     donate_argnames="caches",
 )
 def prefill(
@@ -68,19 +62,18 @@ def prefill(
     config: LlamaConfig,
     chunk_size: int,
     merged: bool,
-    log_probs: bool,
     mesh: Mesh | None,
 ) -> tuple[DecodeState, Emitted]:
     """See `decoding.prefill`; `caches` is donated."""
     state, emitted = decoding.prefill(
-        config, params, parts, request, caches, chunk_size=chunk_size, merged=merged, log_probs=log_probs
+        config, params, parts, request, caches, chunk_size=chunk_size, merged=merged
     )
     return constrained(mesh, state), emitted
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "chunk_size", "merged", "log_probs", "mesh", "longest"),
+    static_argnames=("config", "chunk_size", "merged", "mesh", "longest"),
     donate_argnames="caches",
 )
 def begin(
@@ -92,7 +85,6 @@ def begin(
     config: LlamaConfig,
     chunk_size: int,
     merged: bool,
-    log_probs: bool,
     mesh: Mesh | None,
     longest: int,
 ) -> tuple[DecodeState, protocol.State, Emitted]:
@@ -101,7 +93,7 @@ def begin(
     The first result is the state of plain decoding, with statistics for drafts of up to `longest` tokens.
     """
     state, emitted = decoding.prefill(
-        config, params, parts, request, caches, chunk_size=chunk_size, merged=merged, log_probs=log_probs
+        config, params, parts, request, caches, chunk_size=chunk_size, merged=merged
     )
     histogram = jnp.zeros((state.length.shape[0], longest + 1), jnp.int32)
     stats = dataclasses.replace(state.stats, acceptance_histogram=histogram)
@@ -145,7 +137,7 @@ def feed(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "chunk_size", "log_probs", "mesh"),
+    static_argnames=("config", "chunk_size", "mesh"),
     donate_argnames=("cache", "absorbed"),
 )
 def end_prefill(
@@ -158,20 +150,15 @@ def end_prefill(
     *,
     config: LlamaConfig,
     chunk_size: int,
-    log_probs: bool,
     mesh: Mesh | None,
 ) -> tuple[DecodeState, Emitted]:
     """See `decoding.end_prefill`; the caches of `fed` are separate arguments, so that only they are donated."""
     fed = dataclasses.replace(fed, cache=cache, absorbed=absorbed)
-    state, emitted = decoding.end_prefill(
-        config, params, parts, request, fed, chunk_size=chunk_size, log_probs=log_probs
-    )
+    state, emitted = decoding.end_prefill(config, params, parts, request, fed, chunk_size=chunk_size)
     return constrained(mesh, state), emitted
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "window", "log_probs", "mesh"), donate_argnames="state"
-)
+@functools.partial(jax.jit, static_argnames=("config", "window", "mesh"), donate_argnames="state")
 def run_rounds(
     params: Weights,
     parts: Parts,
@@ -181,13 +168,10 @@ def run_rounds(
     *,
     config: LlamaConfig,
     window: int,
-    log_probs: bool,
     mesh: Mesh | None,
 ) -> tuple[DecodeState, Emitted]:
     """See `decoding.run_rounds`; the state is donated."""
-    state, emitted = decoding.run_rounds(
-        config, params, parts, state, max_rounds, halt, window=window, log_probs=log_probs
-    )
+    state, emitted = decoding.run_rounds(config, params, parts, state, max_rounds, halt, window=window)
     return constrained(mesh, state), emitted
 
 
@@ -261,14 +245,12 @@ class Loop:
     Args:
       executables: holds the programs that have been compiled.
       config: the configuration of the target.
-      log_probs: whether log-probabilities are reported.
       mesh: the devices over which the parameters are spread; None for one device.
       device: the device if there is no mesh; None for JAX's default device.
     """
 
     executables: Executables
     config: LlamaConfig
-    log_probs: bool = False
     mesh: Mesh | None = None
     device: jax.Device | None = None
 
@@ -288,13 +270,13 @@ class Loop:
         """Returns arrays on the devices of the loop."""
         return put(tree, self.place)
 
-    def prefill_static(self, longest: int, capacity: int) -> dict[str, Any]:
-        """Returns the static arguments of `prefill` where the longest prompt has `longest` tokens."""
-        return prefill_static(self.config, longest, capacity, self.platform, self.log_probs, self.mesh)
+    def prefill_static(self, capacity: int) -> dict[str, Any]:
+        """Returns the static arguments of `prefill` for rows of `capacity` slots."""
+        return prefill_static(self.config, capacity, self.platform, self.mesh)
 
     def rounds_static(self, drafter: Drafter) -> dict[str, Any]:
         """Returns the static arguments of `run_rounds`."""
-        return rounds_static(self.config, drafter, self.log_probs, self.mesh)
+        return rounds_static(self.config, drafter, self.mesh)
 
     def empty_caches(
         self, params: Weights, drafter: Drafter, batch: int, capacity: int

@@ -82,7 +82,6 @@ class Executables:
       blocked_ms: the total time that callers waited for compilation or loading, milliseconds.
       variants: counts of the specialised executables.
       num_dropped: the number of programs that were dropped, see `MAX_PROGRAMS` and `MAX_MAPPINGS`.
-      warmed: the keys of prefills that `LanguageModel.warm_up` has compiled.
     """
 
     def __init__(self) -> None:
@@ -92,7 +91,6 @@ class Executables:
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
         self.num_dropped = 0
-        self.warmed: set[Any] = set()
         # The specialised ones have a `_Variant` as key. Those that were used last come last.
         self._futures: OrderedDict[Any, Future[Any]] = OrderedDict()
         self._lock = _LOCK

@@ -70,14 +70,14 @@ from jaxspec.io.methods.method_files import Sampled, distribution_name
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.methods import LoadedModel, Method, Resources, registry
-from jaxspec.methods.acceptors import LOSSY, build_acceptor
+from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Candidate
 from jaxspec.methods.resources import ModelLike
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
-from jaxspec.protocol import Drafter, Weights
+from jaxspec.protocol import Acceptor, Drafter, Weights
 
 # The most rounds between two host polls, unless it is `STREAM_ROUNDS`: for streams, stop strings, recorded choices.
 QUIET_ROUNDS = 64
@@ -588,9 +588,9 @@ class LanguageModel:
             # Programs of its own, because texts that run beside the check count the compile times of their programs.
             return exactness.refusal(self.loaded.exact, Executables(), self.device, self.mesh)
 
-    def _loop(self, log_probs: bool = False, exact: bool = False) -> Loop:
+    def _loop(self, exact: bool = False) -> Loop:
         config = self.loaded.exact.config if exact else self.config
-        return Loop(self.executables, config, log_probs, self.mesh, self.device)
+        return Loop(self.executables, config, self.mesh, self.device)
 
     def warm_up(
         self,
@@ -602,17 +602,17 @@ class LanguageModel:
     ) -> None:
         """Compiles the programs that `generate` and `stream` need for batches of these sizes.
 
-        A batch of one of these sizes, with the same method and options, then compiles nothing if its prompts have at
-        most `engine.buckets.START_CAPACITY` (512) tokens. Shorter texts use the same programs, so that there are two
-        for each size: one for prompts, one for rounds. A text that needs a larger cache has two more for each doubling.
-        Method `auto` compiles the programs of its candidates too. Programs for requests that wait for a free row (more
-        prompts than `max_batch`) are not compiled.
+        A batch of one of these sizes, with the same method and acceptor, then compiles nothing, whatever its other
+        options: there are two programs for a number of rows (1, 4, 16 …) and a capacity (512, 2,048, 4,096 … tokens),
+        one for prompts, one for rounds. Requests with `exact`, with banned words, with a ban of repeated n-grams, or
+        with more than 8 end tokens have programs of their own. Method `auto` compiles the programs of its candidates
+        too. Programs for requests that wait for a free row (more prompts than `max_batch`) are not compiled.
 
         Args:
           batch_sizes: numbers of prompts.
           max_tokens: the most tokens of a text, with its prompt. Default: 512, or the context if that is shorter.
           method: as in `generate`.
-          **given: options of `generate`. Temperature 0 and higher temperatures have different programs.
+          **given: options of `generate`.
 
         Raises:
           ValueError, FileNotFoundError: as `generate`.
@@ -634,7 +634,8 @@ class LanguageModel:
         for size in batch_sizes:
             if whole("batch_sizes", size) < 1:
                 raise ValueError(f"batch_sizes has {size}; give numbers of at least 1")
-            options = {"max_batch": size, "max_new_tokens": longest - len(prompt), **given}
+            max_batch = max(size, GenerationOptions().max_batch)
+            options = {"max_batch": max_batch, "max_new_tokens": longest - len(prompt), **given}
             with needed(), self.compiled_early():
                 read = self._read(method, None, options)
                 session, _, _ = self._read_session([prompt] * size, None, None, *read)
@@ -687,7 +688,7 @@ class LanguageModel:
           The requests, their stops, and whether there is a single prompt.
         """
         ignore_eos = flag("ignore_eos", options.ignore_eos)
-        flag("logprobs", options.logprobs)
+        log_probs = flag("logprobs", options.logprobs)
         if flag("exact", options.exact):
             self.check_exact()
         chat = flag("chat", options.chat)
@@ -719,6 +720,7 @@ class LanguageModel:
             ignore_eos=ignore_eos,
             stop_ids=stops.ids,
             rules=Rules.of(self.defaults),
+            log_probs=log_probs,
             name="prompts" if messages is None else "messages",
         )
         warn_of_no_effect(requests, given)
@@ -733,15 +735,12 @@ class LanguageModel:
         elastic: bool = False,
     ) -> Session:
         """Returns the session of a batch; one with `prefix` has a single row. `elastic`: see `Session`."""
-        acceptor, max_batch = options.acceptor, whole("max_batch", options.max_batch)
+        max_batch = whole("max_batch", options.max_batch)
+        accept = self._acceptor(method, options, requests)
         distributions = tuple(distribution_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
-        if acceptor is None and isinstance(method, Auto):
-            # The choices depend on measured times, and must not change the text of a seed.
-            acceptor = "coupled"
-        accept = build_acceptor(acceptor, needs_sampling(requests))
         target = self.loaded.exact if options.exact else self.loaded
         drafter, weights = self._parts(method, distributions, self.directory, target)
-        loop = self._loop(bool(options.logprobs), bool(options.exact))
+        loop = self._loop(bool(options.exact))
         strategy = (
             (self._exact_alternatives if options.exact else self._alternatives).strategy(
                 method, loop, drafter, distributions, self.step_costs, requests, max_batch
@@ -768,6 +767,13 @@ class LanguageModel:
         )
         session.check_memory(requests, max_batch)
         return session
+
+    @staticmethod
+    def _acceptor(method: AnyMethod, options: GenerationOptions, requests: Sequence[RowRequest]) -> Acceptor:
+        """Returns the acceptor of a batch; greedy texts and sampled ones with the default have the same."""
+        # The choices of `auto` depend on measured times, and must not change the text of a seed.
+        default: AcceptorName = "coupled" if isinstance(method, Auto) else "block"
+        return build_acceptor(options.acceptor, needs_sampling(requests), default)
 
     def drafter(
         self,

@@ -49,6 +49,7 @@ class RowRequest:
         greedy (`sampling.is_greedy`) becomes 0.
       repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
       rules: the bans of the model's generation_config.json.
+      log_probs: whether its log-probabilities are reported.
       seed: the seed of its random numbers.
       stream: distinguishes requests with the same seed, which otherwise draw the same random numbers.
       start: the first tokens of the prompt that are not fed, because caches hold them already.
@@ -69,6 +70,7 @@ class RowRequest:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     rules: Rules = NO_RULES
+    log_probs: bool = False
     seed: int = 0
     stream: int = 0
     start: int = 0
@@ -114,8 +116,17 @@ def warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) 
 
     `given`: the sampling parameters of the call, by name; None if not given.
     """
-    drawn = filters_used([request for request in requests if request.temperature > 0])
-    if idle := [name for name in filters_used(requests) if name not in drawn and given.get(name) is not None]:
+    used: dict[str, Callable[[RowRequest], bool]] = {
+        "top_k": lambda request: request.top_k > 0,
+        "top_p": lambda request: request.top_p < 1,
+        "min_p": lambda request: request.min_p > 0,
+    }
+    drawn = [request for request in requests if request.temperature > 0]
+    if idle := [
+        name
+        for name, uses in used.items()
+        if given.get(name) is not None and any(map(uses, requests)) and not any(map(uses, drawn))
+    ]:
         names, verb = " and ".join(f"`{name}`" for name in idle), "has" if len(idle) == 1 else "have"
         warnings.warn(
             f"{names} {verb} no effect at temperature 0; give a temperature above 0",
@@ -137,18 +148,6 @@ def drawn_apart(requests: Sequence[RowRequest]) -> list[RowRequest]:
         before[request.seed, request.stream] += 1
         apart.append(dataclasses.replace(request, stream=stream))
     return apart
-
-
-def filters_used(requests: Sequence[RowRequest]) -> tuple[str, ...]:
-    """Returns the parameters of `Sampling` that these requests need; the others stay None."""
-    used = ["temperature"]
-    if any(request.top_k > 0 for request in requests):
-        used.append("top_k")
-    if any(request.top_p < 1 for request in requests):
-        used.append("top_p")
-    if any(request.min_p > 0 for request in requests):
-        used.append("min_p")
-    return tuple(used)
 
 
 class Stops(NamedTuple):
@@ -331,6 +330,7 @@ def requests_of(
     copies: int = 1,
     stop_ids: Sequence[int] = (),
     rules: Rules = NO_RULES,
+    log_probs: bool = False,
     name: str = "prompts",
 ) -> list[RowRequest]:
     """Returns `copies` requests per prompt, those of a prompt beside each other.
@@ -345,6 +345,7 @@ def requests_of(
         given.
       stop_ids: as in `Stops`.
       rules: the bans of the model's generation_config.json.
+      log_probs: `logprobs` of `LanguageModel.generate`.
       name: the name of the argument with the prompts, for errors.
 
     Raises:
@@ -381,6 +382,7 @@ def requests_of(
                 eos_ids=(*ends, *stop_ids),
                 stop_ids=stop_ids,
                 rules=_with_minimum(rules, least[index], budget),
+                log_probs=log_probs,
                 seed=0 if seeds[index] is None else seeds[index],
                 # A request with its own seed gives the same text at each place in the list.
                 stream=copy if own else index * copies + copy,

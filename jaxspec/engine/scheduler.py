@@ -13,12 +13,11 @@ from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.requests import RowRequest, needs_sampling
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Texts
-from jaxspec.engine.session import Shapes
+from jaxspec.engine.row_settings import Shapes
 from jaxspec.host import processes
 from jaxspec.host.arguments import whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
-from jaxspec.methods.acceptors import build_acceptor
 from jaxspec.methods.auto import Auto
 
 if TYPE_CHECKING:
@@ -74,11 +73,12 @@ class _Group:
 class Scheduler:
     """Runs requests of one model as they arrive. It is used from one thread.
 
-    Requests that need the same compiled programs form a group, which shares a batch: the same method with its options,
-    greedy or sampled with the same filters, the same kinds of penalties, with or without log-probabilities, exact or
-    not. Each step runs one group, see `turns`. The batch of a group begins with the power of two of
-    rows that its requests need, gets more when requests wait, as far as memory allows, and fewer when most are free.
-    When its last request ends, its caches are freed.
+    Requests with the same method, options of the method and acceptor form two groups, the greedy and the sampled ones,
+    each of which shares a batch. Both have the same programs; they are separate because a sampled row makes the other
+    rows of its batch slower. All other options are numbers of the rows, except the rare ones, see
+    `engine.row_settings.Shapes`, and `exact`. Each step runs one group, see `turns`. The batch of a group begins with
+    the rows that its requests need (1, 4, 16 …), gets more when requests wait, as far as memory allows, and fewer when
+    most are free. When its last request ends, its caches are freed.
 
     Greedy text does not depend on the other requests, up to rounding (see `exact`). Sampled text with a seed depends
     only on the programs, except with `auto` and an acceptor other than coupled, whose choices follow times. Sampled
@@ -221,15 +221,14 @@ class Scheduler:
 
     def _group(self, method: AnyMethod, options: GenerationOptions, request: RowRequest) -> _Group:
         """Returns the group of a request, a new one if necessary."""
-        build_acceptor(options.acceptor, needs_sampling([request]))  # a wrong one may have no hash
         numbers = request.temperature, request.top_k, request.top_p, request.min_p
         by_distribution = isinstance(method, Method) and method.by_distribution
         key = (
             _key(method),
-            options.acceptor,
-            bool(options.logprobs),
+            type(self._lm._acceptor(method, options, [request])),
             bool(options.exact),
             Shapes.of([request]),
+            needs_sampling([request]),
             distribution_name(*numbers) if by_distribution else None,
         )
         if key not in self._groups:

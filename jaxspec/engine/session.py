@@ -7,7 +7,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,41 +18,20 @@ from jaxspec.decoding import Caches, DecodeState, Emitted, Parts
 from jaxspec.engine import buckets, compiled, memory
 from jaxspec.engine.compiled import Loop
 from jaxspec.engine.jax_settings import needed
-from jaxspec.engine.penalty_rows import Settings
 from jaxspec.engine.prefix import Prefix, PrefixStore
-from jaxspec.engine.requests import RowRequest, drawn_apart, filters_used, needs_sampling
+from jaxspec.engine.requests import RowRequest, drawn_apart, needs_sampling
 from jaxspec.engine.results import Token
 from jaxspec.engine.reuse import Reuse
+from jaxspec.engine.row_settings import Shapes, distribution_of
 from jaxspec.engine.strategies import Strategy, Turn
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import fetched
 from jaxspec.protocol import Acceptor, Weights
-from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
+from jaxspec.sampling import seed_key
 from jaxspec.stopping import GammaState
 
 # On an accelerator, free rows wait until one row in `REFILL_FRACTION` is free, for less than `REFILL_ROUNDS` rounds.
 REFILL_FRACTION, REFILL_ROUNDS = 16, 64
-
-
-class Shapes(NamedTuple):
-    """The properties of requests on which the programs of their batch depend, in addition to the method.
-
-    Attributes:
-      filters: see `filters_used`; None if all texts are greedy.
-      settings: makes the penalties.
-      num_eos: the number of end tokens per row, a power of two.
-    """
-
-    filters: tuple[str, ...] | None
-    settings: Settings
-    num_eos: int
-
-    @classmethod
-    def of(cls, requests: Sequence[RowRequest]) -> Shapes:
-        """Returns the shapes with which each of these requests can share a batch."""
-        num_eos = buckets.bucket(max(1, *(len(request.eos_ids) for request in requests)), 1)
-        filters = filters_used(requests) if needs_sampling(requests) else None
-        return cls(filters, Settings.for_all(requests), num_eos)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,10 +166,10 @@ class Session:
         """Raises ValueError if the caches of a batch do not fit into memory: the target's and the drafter's."""
         if self.loop.mesh is None:
             longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-            rows = min(max_batch, len(requests))
+            rows = self._width(min(max_batch, len(requests)))
             # Refilled rows have a cache of their own until their prompts have been processed.
             rows += min(rows, len(requests) - rows)
-            capacity = buckets.bucket(longest + self._drafter.reach)
+            capacity = buckets.capacity_for(longest + self._drafter.reach)
             memory.check_cache_fits(self._row_bytes(capacity), rows, capacity, self._device)
 
     @property
@@ -202,11 +181,7 @@ class Session:
         """Prefills the first requests, and compiles what rows of up to `longest` tokens need."""
         if self._reuse is not None:  # the texts are not real
             self._reuse = Reuse(PrefixStore(0), self.loop, self._params, self._drafter)
-        first = [held.request for held in list(self._waiting)[: self._max_batch]]
-        self._parts = self._parts_of(first)
-        arguments, static = self._first_arguments(first)
         self.step(1)
-        self._executables.warmed.add(self._executables.key(compiled.prefill, *arguments, **static))
         if not self.done:
             self.step(1)  # method auto prepares the programs of its candidates between rounds
         state = self._state
@@ -293,7 +268,8 @@ class Session:
         count = min(self._max_batch, len(self._waiting))
         if not self._elastic:
             self._feed_shared([held.request for held in list(self._waiting)[:count]])
-            return [self._next([]) for _ in range(count)]
+            rows = [self._next([]) for _ in range(count)]
+            return rows + [None] * (self._width(count) - count)
         asked = [held.request for held in list(self._waiting)[:count]]
         capacity = buckets.start_capacity(asked, self._drafter.reach)
         count = min(count, self._affordable(self._width(count), 1, capacity))
@@ -312,7 +288,7 @@ class Session:
     def _width(self, count: int) -> int:
         """Returns the number of rows for `count` requests that run together."""
         smallest = 1 if self.loop.mesh is None else self.loop.mesh.shape.get("data", 1)
-        return max(min(buckets.bucket(count, smallest), self._max_batch), count)
+        return buckets.rows_for(count, self._max_batch, smallest)
 
     def _begin(self, first: list[_Held | None]) -> list[Update]:
         self._rows = list(first)
@@ -342,20 +318,10 @@ class Session:
         return updates
 
     def _first_arguments(self, requests: list[RowRequest]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of the first prefill: for programs of `warm_up` if they fit, else for its own."""
+        """Returns the arguments of the first prefill, traced and static."""
         needed = buckets.start_capacity(requests, self._drafter.reach)
         used_up = [prefix.caches.cache.capacity for prefix in self._found.values() if not prefix.kept]
-        needed = max([needed, *used_up])
-        own = self._prefill_arguments(requests, needed, self._parts)
-        if not self._executables.warmed:
-            return own
-        for capacity in buckets.capacities_from(needed):
-            arguments, static = self._prefill_arguments(requests, capacity, self._parts)
-            for chunk_size in buckets.chunk_sizes_from(static["chunk_size"], self.loop.platform):
-                static = static | {"chunk_size": min(chunk_size, capacity)}
-                if self._executables.key(compiled.prefill, *arguments, **static) in self._executables.warmed:
-                    return arguments, static
-        return own
+        return self._prefill_arguments(requests, max([needed, *used_up]), self._parts)
 
     def _waits(self, free: int, max_rounds: int) -> bool:
         """Whether free rows wait for others, so that one prefill serves several.
@@ -368,7 +334,7 @@ class Session:
         return not self._elastic and self.loop.platform != "cpu" and 0 < self._waited < REFILL_ROUNDS
 
     def _refill(self, max_rounds: int) -> list[Update]:
-        """Assigns waiting requests to free rows. All short prompts are prefilled in one call."""
+        """Assigns waiting requests to free rows, and feeds the short prompts."""
         taken = {row for refill in self._refills for row, held in refill.rows.items() if held is not None}
         free = [row for row, held in enumerate(self._rows) if held is None and row not in taken]
         if self._waits(len(free), max_rounds):
@@ -391,8 +357,8 @@ class Session:
         long: dict[int, _Held | None] = {}
         for row, held in given.items():
             (long if self._is_long(held) else short)[row] = held
-        if long:
-            arguments, static = self._refill_arguments(long)
+        for rows in self._together(long):
+            arguments, static = self._refill_arguments(rows)
             names = ("config", "merged", "mesh")
             fed = self._executables.call(
                 compiled.start_prefill,
@@ -402,13 +368,23 @@ class Session:
                 *arguments[3:],
                 **{name: static[name] for name in names},
             )
-            longest = max(held.request.num_fed for held in long.values() if held is not None)
-            refill = _Refill(long, arguments[:3], static, fed, -(-longest // static["chunk_size"]))
+            longest = max(held.request.num_fed for held in rows.values() if held is not None)
+            refill = _Refill(rows, arguments[:3], static, fed, -(-longest // static["chunk_size"]))
             self._refills.append(refill)
-        if not short:
-            return []
-        arguments, static = self._refill_arguments(short)
-        return self._insert(short, *self._executables.call(compiled.prefill, *arguments, **static))
+        updates: list[Update] = []
+        for rows in self._together(short):
+            arguments, static = self._refill_arguments(rows)
+            updates += self._insert(rows, *self._executables.call(compiled.prefill, *arguments, **static))
+        return updates
+
+    def _together(self, rows: dict[int, _Held | None]) -> list[dict[int, _Held | None]]:
+        """Returns the requests by the call that feeds their prompts.
+
+        On a CPU, where every position costs time, each has its own call, so that no prompt is padded to another.
+        """
+        if self.loop.platform == "cpu" and self.loop.mesh is None:
+            return [{row: held} for row, held in rows.items()]
+        return [rows] if rows else []
 
     def _awaits(self, held: _Held, fed: Sequence[RowRequest]) -> bool:
         if self._reuse is None or not fed:
@@ -482,21 +458,19 @@ class Session:
         arguments = (params, parts, request, fed, refill.fed.cache, refill.fed.absorbed)
         return self._insert(
             refill.rows,
-            *self._executables.call(
-                compiled.end_prefill, *arguments, **shared, log_probs=self.loop.log_probs
-            ),
+            *self._executables.call(compiled.end_prefill, *arguments, **shared),
         )
 
     def _refill_arguments(self, rows: dict[int, _Held | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `compiled.prefill` for requests that refill rows; the batch grows if necessary.
 
-        The number of requests is padded to a power of two with prompts of one token, to limit the number of programs.
+        The number of requests is padded with prompts of one token, to limit the number of programs.
         """
         requests = [held.request for held in rows.values() if held is not None]
         needed = buckets.start_capacity(requests, self._drafter.reach)
         if needed > self.capacity:
             self._grow(needed)
-        count = min(buckets.bucket(len(requests), 1), len(self._rows))
+        count = buckets.rows_for(len(requests), len(self._rows))
         some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
         requests += [some] * (count - len(requests))
         arguments, static = self._prefill_arguments(requests, self.capacity, self._parts_of(requests))
@@ -539,7 +513,7 @@ class Session:
         if self.loop.mesh is None and width > least:
             row_bytes = self._row_bytes(capacity)
             while width > least and not memory.is_free(width * row_bytes, self._device):
-                width = max(self._width(width // 2), least)
+                width = max(buckets.rows_below(width), least)
         return width
 
     def _row_bytes(self, capacity: int) -> int:
@@ -560,7 +534,7 @@ class Session:
         self.strategy.resized(batch)
 
     def _narrow(self) -> None:
-        """Drops the free rows after the last text if they are three quarters of the batch and no request waits.
+        """Drops the free rows after the last text if they are half of the batch and no request waits.
 
         Only to a number of rows for which the loop is compiled already; the program that drops the rows is compiled in
         the background first, except on a mesh, whose processes must all run it in the same step.
@@ -568,7 +542,7 @@ class Session:
         assert self._state is not None
         used = [row + 1 for row, held in enumerate(self._rows) if held is not None]
         width = self._width(max(used, default=1))
-        if not self._elastic or self._waiting or self._refills or 4 * width > len(self._rows):
+        if not self._elastic or self._waiting or self._refills or 2 * width > len(self._rows):
             return
         resize: tuple[Any, ...] = compiled.resize, self._state
         static: dict[str, Any] = {"batch": width, "mesh": self.loop.mesh}
@@ -590,7 +564,7 @@ class Session:
         assert self._state is not None
         longest, reach = int(self._lengths.max()), self._drafter.reach
         if buckets.must_grow(longest, reach, self.capacity):
-            self._grow(2 * self.capacity)
+            self._grow(buckets.capacity_for(self.capacity + 1))
         elif self.loop.mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
             self._prepare_next(self._state)
         limits = [
@@ -611,12 +585,9 @@ class Session:
     ) -> tuple[tuple[Weights, Parts, decoding.Request], dict[str, Any]]:
         """Returns the arguments of `compiled.prefill`, traced and static."""
         batch = len(requests)
-        longest = max(request.num_fed for request in requests)
         tokens = np.zeros((batch, capacity), np.int32)
-        eos_ids = np.full((batch, self._shapes.num_eos), -1, np.int32)
         for row, request in enumerate(requests):
             tokens[row, : len(request.prompt)] = request.prompt
-            eos_ids[row, : len(request.eos_ids)] = request.eos_ids
         length = np.array([len(request.prompt) for request in requests], np.int32)
         budget = np.array([request.max_new_tokens for request in requests], np.int32)
         keys = [jax.random.fold_in(seed_key(request.seed), request.stream) for request in requests]
@@ -624,12 +595,12 @@ class Session:
             "tokens": tokens,
             "length": length,
             "limit": length + budget,
-            "eos_ids": eos_ids,
+            "eos_ids": self._shapes.eos_ids(requests),
             "keys": jnp.stack(keys),
         }
         if self._reuse is not None or any(request.start for request in requests):
             arrays["start"] = np.array([request.start for request in requests], np.int32)
-        static = self.loop.prefill_static(longest, capacity)
+        static = self.loop.prefill_static(capacity)
         return (self._params, parts, decoding.Request(**self.loop.put(arrays))), static
 
     def _grow(self, capacity: int) -> None:
@@ -646,8 +617,8 @@ class Session:
         ]
 
     def _prepare_next(self, state: DecodeState) -> DecodeState:
-        """Compiles the programs for twice the capacity in the background; returns the shapes of that state."""
-        capacity = 2 * state.capacity
+        """Compiles the programs for the next capacity in the background; returns the shapes of that state."""
+        capacity = buckets.capacity_for(state.capacity + 1)
         larger: DecodeState = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
         self._executables.prepare(compiled.grow, state, capacity=capacity, mesh=None)
         self._prepare_rounds(larger)
@@ -664,8 +635,9 @@ class Session:
         return (self._params, parts, state, *numbers), self.loop.rounds_static(self._drafter)
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
-        distribution, penalties = self.loop.put(
-            (distribution_of(requests, self._shapes.filters), self._shapes.settings.of(requests))
+        reported = np.array([request.log_probs for request in requests])
+        distribution, penalties, log_probs = self.loop.put(
+            (distribution_of(requests), self._shapes.penalties(requests), reported)
         )
         return Parts(
             self._drafter,
@@ -673,6 +645,7 @@ class Session:
             distribution,
             one_width=self.loop.platform != "cpu",
             penalties=penalties,
+            log_probs=log_probs,
         )
 
     def _updates(
@@ -690,7 +663,7 @@ class Session:
             if held is None:
                 continue
             stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
-            tokens = _tokens_of(host, at)
+            tokens = _tokens_of(host, at, held.request.log_probs)
             if begins:
                 self.strategy.begin_row(row, [*held.request.prompt, *(token.id for token in tokens)])
             done, broken = bool(host.done[at]), bool(host.broken[at])
@@ -703,28 +676,14 @@ class Session:
         return updates
 
 
-def distribution_of(requests: Sequence[RowRequest], filters: Sequence[str] | None) -> Distribution:
-    """Returns the sampling distribution of a batch.
-
-    `filters`: the parameters that it uses, see `filters_used`; None if all texts are greedy.
-    """
-    if filters is None:
-        return Greedy()
-    numbers: dict[str, Any] = {
-        name: np.array([getattr(r, name) for r in requests], np.int32 if name == "top_k" else np.float32)
-        for name in filters
-    }
-    return Sampling(**numbers)
-
-
-def _tokens_of(host: Emitted, row: int) -> list[Token]:
-    """Returns the new tokens of a row; `host`: on the host."""
+def _tokens_of(host: Emitted, row: int, reported: bool) -> list[Token]:
+    """Returns the new tokens of a row; `host`: on the host; `reported`: with their log-probabilities."""
     count = int(host.count[row])
     drafted = host.drafted[row, :count]
     # Each round ends with a token that was not drafted, except perhaps the last round of a text. Therefore rounds are
     # numbered backwards from the last token.
     ends = np.cumsum(~drafted[::-1])[::-1]
     rounds = host.stats.num_rounds[row] - (ends - ends[-1:])
-    log_probs = [None] * count if host.log_probs is None else host.log_probs[row, :count].tolist()
+    log_probs = host.log_probs[row, :count].tolist() if reported else [None] * count  # type: ignore[index]
     columns = host.tokens[row, :count], drafted, host.proposed[row, :count], rounds
     return [Token(*one) for one in zip(*(column.tolist() for column in columns), log_probs, strict=True)]

@@ -15,30 +15,29 @@ AcceptorName = Literal["greedy", "rejection", "block", "coupled", "typical"]
 LOSSY: frozenset[AcceptorName] = frozenset({"typical"})
 
 
-def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
-    """Returns the acceptor of a name; by default greedy for greedy texts and block for sampled ones.
+def build_acceptor(name: AcceptorName | None, sampling: bool, default: AcceptorName = "block") -> Acceptor:
+    """Returns the acceptor of a name. Greedy texts have the default, because at temperature 0 all acceptors are equal.
 
-    An acceptor in `LOSSY` is only returned by name. Without sampling, typical and coupled acceptance give the text of
-    the greedy acceptor, which is returned instead.
+    An acceptor in `LOSSY` is only returned by name.
 
     Args:
       name: name of the acceptor; None for the default.
       sampling: whether any text is sampled.
+      default: the name of the default.
 
     Raises:
       ValueError: the acceptor is unknown, or it is greedy and texts are sampled.
 
     Examples:
-      >>> build_acceptor(None, sampling=False)
-      GreedyAcceptor()
+      >>> build_acceptor("rejection", sampling=True), build_acceptor("rejection", sampling=False)
+      (RejectionAcceptor(), BlockAcceptor())
     """
-    from jaxspec.acceptance import BlockAcceptor, CoupledAcceptor, GreedyAcceptor, RejectionAcceptor
+    from jaxspec.acceptance import BlockAcceptor, CoupledAcceptor, RejectionAcceptor
     from jaxspec.lossy import TypicalAcceptor
 
     known = typing.get_args(AcceptorName)
     if name is not None and not (isinstance(name, str) and name in known):
         raise ValueError(f"unknown acceptor {shown(name)}; give one of {', '.join(known)}")
-    name = name or ("block" if sampling else "greedy")
     if name == "greedy" and sampling:
         raise ValueError(
             "acceptor='greedy' needs temperature 0, because it does not sample; choose rejection, block or coupled"
@@ -49,7 +48,4 @@ def build_acceptor(name: AcceptorName | None, sampling: bool) -> Acceptor:
         "coupled": CoupledAcceptor,
         "typical": TypicalAcceptor,
     }
-    # Without sampling, all acceptors give the same text up to near ties, and the greedy one is the cheapest.
-    if name == "greedy" or (not sampling and name in ("coupled", "typical")):
-        return GreedyAcceptor()
-    return of_sampled[name]()
+    return of_sampled[name if sampling and name is not None else default]()

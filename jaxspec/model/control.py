@@ -24,6 +24,14 @@ def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Car
     return chosen
 
 
+def either(pred: bool | jax.Array, f: Callable[[], Carry], g: Callable[[], Carry]) -> Carry:
+    """Returns `f()` if `pred`, else `g()`; a Python bool decides while tracing. For results without caches."""
+    if isinstance(pred, bool):
+        return f() if pred else g()
+    chosen: Carry = jax.lax.cond(pred, f, g)
+    return chosen
+
+
 def once(pred: bool | jax.Array, f: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """Returns `f(carry)` if `pred`, a bool scalar, as a loop of zero or one trip; a Python bool decides while tracing.
 

@@ -20,9 +20,9 @@ from jaxspec.sampling import Sampling, seed_key
 from jaxspec.testing import reference
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
-prefill = jax.jit(decoding.prefill, static_argnames=("config", "chunk_size", "merged", "log_probs"))
+prefill = jax.jit(decoding.prefill, static_argnames=("config", "chunk_size", "merged"))
 # Without donation, because tests compare a state before and after.
-run_rounds = jax.jit(decoding.run_rounds, static_argnames=("config", "window", "log_probs"))
+run_rounds = jax.jit(decoding.run_rounds, static_argnames=("config", "window"))
 
 
 def num_compiled() -> tuple[int, int]:
@@ -76,7 +76,7 @@ class Loop:
             jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(limit), jnp.asarray(eos_ids), keys
         )
         begun: tuple[DecodeState, Emitted] = prefill(
-            self.config, self.weights, self.parts, request, chunk_size=8, log_probs=log_probs
+            self.config, self.weights, self._parts(batch, log_probs), request, chunk_size=8
         )
         return begun
 
@@ -90,10 +90,13 @@ class Loop:
         """Runs at most `rounds` rounds, and returns the state and the tokens that they added."""
         stop = jnp.zeros(len(state.length), bool) if halt is None else jnp.asarray(halt)
         ended: tuple[DecodeState, Emitted] = run_rounds(
-            self.config, self.weights, self.parts, state, jnp.int32(rounds), stop,
-            window=CAPACITY, log_probs=log_probs,
+            self.config, self.weights, self._parts(len(stop), log_probs), state, jnp.int32(rounds), stop,
+            window=CAPACITY,
         )  # fmt: skip
         return ended
+
+    def _parts(self, batch: int, log_probs: bool) -> Parts:
+        return dataclasses.replace(self.parts, log_probs=jnp.ones(batch, bool) if log_probs else None)
 
     def texts(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[list[int]]:
         """Returns the tokens that each row generates."""

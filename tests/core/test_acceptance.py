@@ -411,7 +411,7 @@ def coupled(p: np.ndarray, q: np.ndarray, keys: jax.Array, few: tuple[int, ...] 
     proposal, _, _ = draft_chain(
         lambda carry, token, i, active: (logits, logits, carry),
         *((), jnp.zeros(rows, jnp.int32), jnp.full(rows, 9), 1, keys[:, 0]),
-        *(Sampling(jnp.ones(rows)), Constant(), (), vocabulary, drawn_by(keys)),
+        *(Sampling(jnp.ones(rows)), Constant(), (), vocabulary, lambda i: drawn_by(keys[:, i])),
     )
     assert proposal.log_probs is None
     targets = jnp.broadcast_to(jnp.log(p), (rows, 2, len(p)))

@@ -142,13 +142,13 @@ def test_a_random_match_does_not_depend_on_the_capacity(monkeypatch, partitionab
 
 def test_verify_widths():
     assert Autoregressive().verify_widths == (1,)
-    assert NGram(num_draft_tokens=10).verify_widths == (1, 4, 8, 11)
-    assert [rising_widths(k) for k in (1, 3, 4, 15, 16)] == [
+    assert NGram(num_draft_tokens=10).verify_widths == (1, 5, 11)
+    assert [rising_widths(k) for k in (1, 3, 8, 9, 33)] == [
         (1, 2),
         (1, 4),
-        (1, 4, 5),
-        (1, 4, 8, 16),
-        (1, 4, 8, 16, 17),
+        (1, 9),
+        (1, 5, 10),
+        (1, 5, 17, 34),
     ]
     assert tiny.drafter_of("draft-model", "constant")[0].verify_widths == (tiny.K + 1,)
     assert tiny.drafter_of("draft-model", "any_of")[0].verify_widths == rising_widths(tiny.K)

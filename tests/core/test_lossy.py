@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.acceptance import GreedyAcceptor
+from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor
 from jaxspec.lossy import TypicalAcceptor
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.model.tree import Shape, Tree
@@ -130,7 +130,7 @@ def test_it_is_never_a_default_and_greedy_text_needs_none():
     defaults: list[AcceptorName | None] = [None, "block", "rejection"]
     assert not any(isinstance(build_acceptor(name, True), TypicalAcceptor) for name in defaults)
     assert isinstance(build_acceptor("typical", sampling=True), TypicalAcceptor)
-    assert isinstance(build_acceptor("typical", sampling=False), GreedyAcceptor)
+    assert isinstance(build_acceptor("typical", sampling=False), BlockAcceptor)
 
 
 @pytest.mark.full

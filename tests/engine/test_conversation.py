@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
 
-from jaxspec.engine import compiled
+from jaxspec.engine import buckets, compiled
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.config import RopeScaling
 from tests import tiny
@@ -161,8 +162,9 @@ def test_an_interrupted_call_costs_only_the_caches(lm, name, monkeypatch):
         assert answer.tokens == fresh.tokens
 
 
-def test_caches_grow(lm):
+def test_caches_grow(lm, monkeypatch):
     """From 32 to 128 slots, by copying."""
+    monkeypatch.setattr(buckets, "capacity_for", functools.partial(buckets.bucket, smallest=32))
     method = tiny.drafter_of("draft-model")
     capacities = []
     conversation = lm.chat(method=method, **OPTIONS)

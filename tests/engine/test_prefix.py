@@ -109,7 +109,8 @@ def test_a_shared_beginning_is_fed_once(monkeypatch):
     fed = fed_by(lm, monkeypatch)
     lm.generate(PROMPTS, method="ngram", **OPTIONS)
     # The beginning that most tokens of two prompts share, then what more is shared by others, and the rest of each.
-    assert fed == [22, 1 + 8 + 3 + 4 + 3]
+    # The batch has three more rows, with a token each.
+    assert fed == [22, 1 + 8 + 3 + 4 + 3 + 3]
     fed.clear()
     lm.prefixes.clear()
     lm.generate(PROMPTS, method="ngram", max_batch=1, **OPTIONS)

@@ -117,10 +117,10 @@ def test_a_batch_is_narrow_again_after_a_burst(lm, method):
 
 @pytest.fixture(scope="module")
 def narrowing():
-    """A model whose loop is compiled for 1, 2 and 4 rows of two capacities."""
+    """A model whose loop is compiled for 1 and 4 rows."""
     lm = tiny.language_model()
     for prompt in (LONG, SHORT[0]):
-        for count in (1, 2, 4):
+        for count in (1, 4):
             scheduler = Scheduler(lm)
             for _ in range(count):
                 add(scheduler, prompt, max_new_tokens=4)
@@ -148,9 +148,9 @@ def narrowed(lm, budgets, arrives=()):
 
 
 def test_a_batch_keeps_the_rows_before_its_last_text(narrowing):
-    """Only free rows after it are dropped, and only if three quarters of the batch are free."""
-    widths = narrowed(narrowing, (2, 16, 8, 2, 2, 2, 2, 2))
-    assert set(widths) == {8, 2}
+    """Only free rows after it are dropped, and only if half of the batch is free."""
+    widths = narrowed(narrowing, (2, 16, 2, 2, 8, 2, 2, 2))
+    assert set(widths) == {8, 4}
     assert widths[5] == 8
 
 
@@ -158,7 +158,10 @@ def test_a_batch_keeps_the_rows_before_its_last_text(narrowing):
 def test_free_rows_are_kept_for_requests_that_arrive(narrowing, arrives):
     budgets = (24, *[2] * 7)
     assert set(narrowed(narrowing, budgets)) == {8, 1}
-    assert set(narrowed(narrowing, budgets, arrives)) == {8, 1}
+    widths = narrowed(narrowing, budgets, arrives)
+    # The batch does not become narrow for the requests to make it wide again.
+    assert widths == sorted(widths, reverse=True)
+    assert {8, 4} <= set(widths)
 
 
 def test_a_batch_narrows_only_where_its_loop_is_compiled():
@@ -169,8 +172,8 @@ def test_a_batch_narrows_only_where_its_loop_is_compiled():
 @pytest.mark.parametrize("burst", [False, True], ids=["one by one", "at once"])
 @pytest.mark.parametrize("method", ["autoregressive", "draft-model"])
 def test_requests_wait_where_a_wider_batch_does_not_fit(lm, monkeypatch, method, burst):
-    """There is memory for the target's cache of 5 rows, or for those of both models of 2 (widths: 1, 2, 4)."""
-    free = cache.size_bytes(lm.config, 5, buckets.MIN_CAPACITY, "float32")
+    """There is memory for the target's cache of 5 rows, or for those of both models of 2 (widths: 1, 4)."""
+    free = cache.size_bytes(lm.config, 5, buckets.START_CAPACITY, "float32")
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     scheduler, events, running, ids = Scheduler(lm, max_rounds=2), [], [], []
     for prompt in SHORT:
@@ -179,7 +182,7 @@ def test_requests_wait_where_a_wider_batch_does_not_fit(lm, monkeypatch, method,
     while not scheduler.idle:
         running.append(scheduler.num_running)
         events += run(scheduler, steps=1)
-    assert max(running) == {"autoregressive": 4, "draft-model": 2}[method]
+    assert max(running) == {"autoregressive": 4, "draft-model": 1}[method]
     texts = tokens_of(events)
     assert [texts[number] for number in ids] == [tiny.greedy(prompt, BUDGET) for prompt in SHORT]
 
@@ -188,13 +191,19 @@ def test_requests_share_a_batch_if_their_programs_are_the_same(lm):
     scheduler = Scheduler(lm)
     drawn = {"temperature": 0.7, "top_p": 0.9}
     groups = [
-        [{}, {"max_new_tokens": 3}, {"seed": 5}, {"stop": "x"}, {"stop_token_ids": 0}],
+        [
+            *({}, {"max_new_tokens": 3}, {"seed": 5}, {"stop": "x"}, {"stop_token_ids": 0}),
+            *(
+                {"logprobs": True},
+                {"presence_penalty": 1.0},
+                {"presence_penalty": 2.0},
+                {"acceptor": "greedy"},
+            ),
+        ],
         [{"method": "ngram"}],
         [{"method": "ngram", "num_draft_tokens": 3}],
-        [{"logprobs": True}],
-        [drawn, drawn | {"temperature": 1.3, "seed": 4}],
-        [{"temperature": 0.7}],
-        [{"presence_penalty": 1.0}, {"presence_penalty": 2.0}],
+        [drawn, drawn | {"temperature": 1.3, "seed": 4}, {"temperature": 0.7}],
+        [{"temperature": 0.7, "acceptor": "rejection"}],
     ]
     ids = {}
     for group in groups:

@@ -17,8 +17,8 @@ from jaxspec.cli import main
 from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import Guard
 from jaxspec.console.terminal import printable
-from jaxspec.engine.penalty_rows import Settings
 from jaxspec.engine.requests import MAX_PENALTY, RowRequest
+from jaxspec.engine.row_settings import Shapes
 from jaxspec.io.hf import generation_json
 from jaxspec.io.hf.generation_json import Rules
 from jaxspec.sampling import MIN_TEMPERATURE
@@ -71,25 +71,54 @@ def test_rows_that_take_the_places_of_others_have_settings_of_their_own(lm, meth
     assert wanted != [slow(prompt, 9) for prompt in PROMPTS]
 
 
-def test_nothing_is_compiled_for_settings_that_nobody_uses():
-    neutral = RowRequest((1,), 4, (2,), repetition_penalty=1.0, rules=Rules(min_length=1))
-    assert Settings.for_all([neutral]).of([neutral]) is None
-    some = dataclasses.replace(neutral, presence_penalty=0.5)
-    penalties = Settings.for_all([neutral, some]).of([neutral])
-    assert penalties.presence.tolist() == [0]
-    assert penalties.repetition is penalties.banned is None
+# Fifteen ordinary kinds of request: as data they share the programs of their numbers of rows, 1 and 4.
+ORDINARY = (
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 4},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 4},
+    {"temperature": 0.7, "min_p": 0.1},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"logprobs": True},
+    {"temperature": 0.7, "logprobs": True},
+    {"temperature": 0.7, "n": 2},
+    {"temperature": 0.7, "n": 3},
+    {"stop_token_ids": [3, 4, 5]},
+    {"min_new_tokens": 5},
+    {"max_new_tokens": 200},
+)
+
+
+@pytest.mark.parametrize("method", ["ngram", "layerskip"])
+def test_ordinary_requests_share_their_programs(method):
+    lm = tiny.language_model()
+    more = {"exit_layer": 1} if method == "layerskip" else {}
+    for options in ORDINARY:
+        lm.generate(PROMPTS[0], method=method, **{"max_new_tokens": 6} | more | options)
+    assert lm.executables.num_compilations == 4
+
+
+def test_rare_requests_have_programs_of_their_own():
+    plain = RowRequest((1,), 4, (2,))
+    ordinary = dataclasses.replace(
+        plain, eos_ids=tuple(range(8)), rules=Rules(min_length=9), temperature=1.0, top_k=3, log_probs=True
+    )
+    assert Shapes.of([plain]) == Shapes.of([ordinary]) == Shapes()
+    for rare in ({"eos_ids": tuple(range(9))}, {"rules": Rules((), (), ((3, 4),))}):
+        assert Shapes.of([dataclasses.replace(plain, **rare)]) != Shapes()
 
 
 def test_bans_hold_where_transformers_has_them():
     rules = Rules((7,), (8,), ((9,), (3, 4), (2,)), 3, 2, 99)
-    one = RowRequest((1, 5), 4, (2,), rules=rules)
-    other = RowRequest((1,), 4, (), rules=Rules(min_length=9))
-    penalties = Settings.for_all([one, other]).of([one, other])
+    requests = [RowRequest((1, 5), 4, (2,), rules=rules), RowRequest((1,), 4, (), rules=Rules(min_length=9))]
+    penalties = Shapes.of(requests).penalties(requests)
     always = 2**31 - 1
     # An end-of-text token does not count as a bad word. `min_new_tokens`, here 2, has precedence over `min_length`.
-    assert penalties.banned[0].tolist() == [7, 9, 8, 2]
-    assert penalties.until[0].tolist() == [always, always, 3, 4]
-    assert penalties.banned[1].tolist() == [-1] * 4
+    assert penalties.banned[0].tolist() == [7, 9, 8, 2, -1, -1, -1, -1]
+    assert penalties.until[0, :4].tolist() == [always, always, 3, 4]
+    assert penalties.banned[1].tolist() == [-1] * 8
     assert penalties.words.tolist() == [[[3, 4]], [[-1, -1]]]
     assert (penalties.ngram.tolist(), penalties.longest_ngram) == ([3, 0], 3)
 

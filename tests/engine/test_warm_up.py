@@ -20,7 +20,7 @@ def test_later_calls_compile_nothing():
                 one.tokens for one in cold.generate(batch, method="ngram", max_new_tokens=new)
             ]
     assert lm.executables.num_compilations == 4
-    assert cold.executables.num_compilations > 8  # without it, each power of two has programs of its own
+    assert cold.executables.num_compilations == 4
     lm.generate([3, 4, 5], max_new_tokens=3)  # another method has other programs
     assert lm.executables.num_compilations == 6
 

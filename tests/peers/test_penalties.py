@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 
 import jaxspec  # noqa: E402
-from jaxspec.engine.penalty_rows import Settings  # noqa: E402
 from jaxspec.engine.requests import RowRequest  # noqa: E402
+from jaxspec.engine.row_settings import Shapes  # noqa: E402
 from jaxspec.io.hf.generation_json import Rules  # noqa: E402
 
 pytestmark = pytest.mark.peers
@@ -52,8 +52,7 @@ def test_each_setting_is_theirs(name, length):
     given = {} if name != "repetition_penalty" else {name: SETTINGS[name]}
     rules = Rules.of({} if given else {name: SETTINGS[name]})
     requests = [RowRequest(tuple(row[:BEGIN].tolist()), 9, (EOS,), **given, rules=rules) for row in text]
-    penalties = Settings.for_all(requests).of(requests)
-    assert penalties is not None
+    penalties = Shapes.of(requests).penalties(requests)
     tokens = jnp.asarray(np.pad(text, ((0, 0), (0, 3))))
     found = penalties.apply(jnp.asarray(logits)[:, None], tokens, jnp.full(40, length))[:, 0]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)

@@ -426,7 +426,7 @@ class Switching(Strategy):
         """Returns the properties of a batch on which a candidate's programs depend."""
         kinds = jax.tree.structure((parts.acceptor, parts.distribution, parts.penalties))
         penalties = tuple(leaf.shape for leaf in jax.tree.leaves(parts.penalties))
-        return state.tokens.shape, state.eos_ids.shape, self._loop.log_probs, kinds, penalties
+        return state.tokens.shape, state.eos_ids.shape, kinds, penalties
 
     def _programs(self, at: int) -> dict[Any, Programs | None]:
         """Returns the programs of a candidate by shapes of the batch, shared by all texts."""
