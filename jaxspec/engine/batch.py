@@ -23,6 +23,7 @@ from jaxspec.io.openai import (
     error_of,
     finish_reason,
     request_of,
+    scored,
     usage_of,
 )
 from jaxspec.methods import registry
@@ -310,11 +311,12 @@ class Batch:
         for index, result in enumerate(found):
             tokens: list[TokenScore] = []
             if request.logprobs:
-                pairs = zip(result.spans, result.token_records, strict=False)
-                tokens = [TokenScore(text, token.log_prob) for (text, _), token in pairs]
+                texts = None if result.new_text is None else result.new_text().by_token()
+                if texts is not None:
+                    tokens = scored(texts.push(result.token_records, str(result), last=True), 0)
             prompt = job.texts[index // request.n] if request.echo else ""
             reason = finish_reason(result.finish_reason)
-            parts.append(Part(index, prompt + str(result), tokens, reason, len(prompt)))
+            parts.append(Part(index, prompt + str(result), tokens, reason))
         counts = [result.statistics for result in found]
         usage = usage_of(
             sum(one.num_prompt_tokens for one in counts[:: request.n]),

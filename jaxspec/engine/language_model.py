@@ -502,9 +502,9 @@ class LanguageModel:
     ) -> Score | list[Score]:
         """Returns the log-probabilities of given continuations.
 
-        Texts are encoded together with their contexts, and cut where the context alone ends, so that a word may not be
-        divided between the two. Texts are fed in batches of `max_batch` rows with a capacity of a power of two, so that
-        few programs are compiled.
+        Texts are encoded together with their contexts, and cut where the context alone ends. A context that ends inside
+        a token of the whole text is refused, such as one that ends in a space before a word. Texts are fed in batches
+        of `max_batch` rows with a capacity of a power of two, so that few programs are compiled.
 
         Args:
           contexts: a text or token ids, or a list of these. Each has at least one token.
@@ -515,7 +515,8 @@ class LanguageModel:
           A `Score` for one context, or a list of scores for a list of contexts.
 
         Raises:
-          ValueError: the arguments are wrong, or a text is longer than the model's context plus the last token.
+          ValueError: the arguments are wrong, a context ends inside a token of the whole text, or a text is longer than
+            the model's context plus the last token.
 
         Examples:
           >>> from jaxspec.testing import language_model
@@ -548,7 +549,14 @@ class LanguageModel:
                 "texts or both as token ids"
             )
         if isinstance(context, str):
-            size, tokens = len(self.encode(context)), self.encode(context + continuation)
+            own, tokens = self.encode(context), self.encode(context + continuation)
+            size = len(own)
+            if tokens[:size] != own:
+                end, rest = shown(context[-20:]), shown(continuation[:20])
+                raise ValueError(
+                    f"contexts[{index}] ends inside a token of the whole text, between {end} and {rest}; divide the "
+                    "text elsewhere, in most vocabularies before a space, or give token ids"
+                )
         else:
             size, tokens = len(context), [*context, *continuation]
         if not 0 < size < len(tokens):

@@ -57,7 +57,10 @@ class Texts:
 
     def begin(self, index: int, request: RowRequest, stops: Stops, began: Moment) -> None:
         """Begins the text of the session's request `index`."""
-        new_text = functools.partial(row_text, self._tokenizer, request.prompt, *stops)
+        # A tokenizer may not know that an end token of the model's configuration is special.
+        new_text = functools.partial(
+            row_text, self._tokenizer, request.prompt, stops.strings, request.eos_ids
+        )
         self._rows[index] = Row(request, new_text, began, lossy=self._lossy and request.temperature > 0)
 
     def cancel(self, index: int) -> None:

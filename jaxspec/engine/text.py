@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxspec.engine.results import Token
-from jaxspec.io.tokenizers.tokenizer import Detokenizer, Tokenizer
+from jaxspec.io.tokenizers.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 
 
 class StopStrings:
@@ -55,7 +57,7 @@ class RowText:
     Args:
       detokenizer: None for a model without a tokenizer; there is then no text.
       stops: stop strings.
-      silent: ids of the tokens that stop the text and are not part of it.
+      silent: ids of the tokens that end the text and are not part of it.
     """
 
     def __init__(
@@ -71,6 +73,10 @@ class RowText:
     def has_text(self) -> bool:
         """Whether tokens are converted to text."""
         return self._detokenizer is not None
+
+    def by_token(self) -> TokenTexts | None:
+        """Returns a converter of the same tokens, one by one, before the first is pushed; None without a tokenizer."""
+        return None if self._detokenizer is None else TokenTexts(self._detokenizer, self._silent)
 
     def push(self, tokens: Sequence[int], last: bool) -> tuple[str, int, bool]:
         """Takes new tokens, `last` if no more will come.
@@ -112,6 +118,84 @@ class RowText:
             for at, token in enumerate(tokens, 1)
         ]
         return found if tokens or not last else [(self.push([], True)[0], False)]
+
+
+class TokenText(NamedTuple):
+    """The text of one token of a row.
+
+    Attributes:
+      text: the text that the token completes; "" for the first bytes of a character.
+      log_prob: see `results.Token`.
+      raw: the bytes of the token.
+    """
+
+    text: str
+    log_prob: float | None
+    raw: bytes
+
+
+class _Waiting(NamedTuple):
+    """A token whose text is not certain yet, because it may belong to a stop string."""
+
+    text: str
+    log_prob: float | None
+    raw: bytes
+    num_held: int  # the characters at its end that a later token completes
+    num_open: int  # the bytes of them
+
+
+class TokenTexts:
+    """The texts of the tokens of one row; together they are the row's text.
+
+    The text of a token does not depend on stop strings, except that the one that is found cuts it.
+
+    Args:
+      detokenizer: at the beginning of the text.
+      silent: as in `RowText`.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, silent: frozenset[int]) -> None:
+        self._detokenizer, self._silent = detokenizer, silent
+        self._waiting: deque[_Waiting] = deque()
+        self._room = 0  # the number of characters of the row's text that belong to waiting tokens
+
+    def push(self, tokens: Sequence[Token], text: str, last: bool) -> list[TokenText]:
+        """Takes new tokens and the new text of the row, `last` if no more will come.
+
+        Returns:
+          The tokens whose characters are in the row's text so far, in order; at the end all that are left.
+        """
+        self._waiting += map(self._waiting_token, tokens)
+        self._room += len(text)
+        rest = self._detokenizer.flush() if last else ""
+        for at in reversed(range(len(self._waiting) if rest else 0)):
+            end = self._waiting[at]
+            if end.num_held:  # the last token that has text
+                self._waiting[at] = end._replace(text=end.text + rest, num_held=0, num_open=0)
+                break
+        found = []
+        while self._waiting:
+            own, log_prob, raw, num_held, num_open = self._waiting[0]
+            # A token that begins a character waits for its end.
+            if not last and len(own) + min(num_held, 1) > self._room:
+                break
+            self._waiting.popleft()
+            cut = own[self._room :]
+            self._room -= len(own) - len(cut)
+            if cut or (num_held and not self._room):
+                raw = raw[: max(len(raw) - len(cut.encode()) - num_open, 0)]
+            found.append(TokenText(own.removesuffix(cut), log_prob, raw))
+        return found
+
+    def _waiting_token(self, token: Token) -> _Waiting:
+        if token.id in self._silent:
+            return _Waiting("", token.log_prob, b"", 0, 0)
+        before = self._detokenizer.num_held
+        text = self._detokenizer.push([token.id])
+        part = self._detokenizer.tokenizer.part(token.id)
+        # Bytes before this token that form no character are those of other tokens.
+        raw = part or text.removeprefix(REPLACEMENT * before).encode()
+        return _Waiting(text, token.log_prob, raw, self._detokenizer.num_held, self._detokenizer.num_open)
 
 
 def row_text(

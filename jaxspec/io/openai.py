@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -114,6 +115,11 @@ class ApiRequest:
         return self.url == CHAT
 
     @property
+    def only_echo(self) -> bool:
+        """Whether the choices are the prompts: with `echo`, `max_tokens` may be 0."""
+        return self.echo and self.options.get("max_new_tokens") == 0
+
+    @property
     def default_budget(self) -> int:
         """The token budget if `options` has no `max_new_tokens`; the context may leave less."""
         return _BUDGETS[self.url]
@@ -153,7 +159,12 @@ def request_of(url: str, body: Any) -> ApiRequest:
     options = {name: given[name] for name in _SAME if name in given and name != "n"}
     if options.get("top_k") == -1:  # vLLM's value for all tokens
         options["top_k"] = 0
+    if "seed" in given:
+        options["seed"] = _seed(given["seed"])
     options |= _budget(given) | _stops(given)
+    echo = _checked("echo", flag, given.get("echo", False))
+    if options.get("max_new_tokens") == 0 and not chat and not echo:
+        raise BadField("max_tokens is 0; give at least 1, or echo: true for the prompt alone", "max_tokens")
     method, method_options = _method(given.get("method"))
     if logprobs:
         options["logprobs"] = True
@@ -174,7 +185,7 @@ def request_of(url: str, body: Any) -> ApiRequest:
         copies,
         stream,
         _include_usage(given.get("stream_options"), stream),
-        _checked("echo", flag, given.get("echo", False)),
+        echo,
         logprobs,
         top_logprobs,
     )
@@ -248,6 +259,19 @@ def _budget(given: Mapping[str, Any]) -> dict[str, Any]:
                     name,
                 )
     return found
+
+
+def _seed(given: Any) -> int:
+    """Returns the seed of `LanguageModel.generate`, of 32 bits, for a seed of the API, of 64 bits with or without sign.
+
+    Seeds of 32 bits stay, others are hashed.
+    """
+    seed: int = _checked("seed", whole, given)
+    if not -(2**63) <= seed < 2**64:
+        raise BadField(f"seed is {shown(seed)}; give a number from {-(2**63)} to {2**64 - 1}", "seed")
+    if 0 <= seed < 2**32:
+        return seed
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4])
 
 
 def _stops(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,14 +369,18 @@ class TokenScore(NamedTuple):
     """The log-probability of one token of a text.
 
     Attributes:
-      text: the text of the token.
+      text: the text that the token completes; "" for the first bytes of a character.
       log_prob: None for the first token of a prompt.
+      offset: the number of characters of the choice before the text.
       top: text and log-probability of the most likely token, if that is another one.
+      raw: the token's own bytes.
     """
 
     text: str
     log_prob: float | None
+    offset: int = 0
     top: tuple[str, float] | None = None
+    raw: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,14 +392,12 @@ class Part:
       text: the text.
       tokens: the log-probability of each token; () if they were not requested.
       finish_reason: None before the end.
-      offset: the number of characters of the choice before the first token.
     """
 
     index: int
     text: str = ""
     tokens: Sequence[TokenScore] = ()
     finish_reason: str | None = None
-    offset: int = 0
 
 
 def finish_reason(reason: str) -> str:
@@ -389,7 +415,7 @@ def joined(parts: Iterable[Part]) -> Part:
 
     Examples:
       >>> joined([Part(0, "a"), Part(0, "b", finish_reason="stop")])
-      Part(index=0, text='ab', tokens=[], finish_reason='stop', offset=0)
+      Part(index=0, text='ab', tokens=[], finish_reason='stop')
     """
     given = list(parts)
     return Part(
@@ -397,8 +423,23 @@ def joined(parts: Iterable[Part]) -> Part:
         "".join(part.text for part in given),
         [token for part in given for token in part.tokens],
         given[-1].finish_reason,
-        given[0].offset,
     )
+
+
+def scored(tokens: Iterable[tuple[str, float | None, bytes]], offset: int) -> list[TokenScore]:
+    """Returns the text, the log-probability and the bytes of each token with its offset.
+
+    `offset`: the number of characters of the choice before the first.
+
+    Examples:
+      >>> [token.offset for token in scored([("ab", -1.0, b"ab"), ("c", -2.0, b"c")], 3)]
+      [3, 5]
+    """
+    found = []
+    for text, log_prob, raw in tokens:
+        found.append(TokenScore(text, log_prob, offset, raw=raw))
+        offset += len(text)
+    return found
 
 
 def usage_of(num_prompt_tokens: int, num_tokens: int, num_reused_tokens: int = 0) -> dict[str, Any]:
@@ -495,21 +536,17 @@ class Responses:
         return {"index": part.index, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
     def _log_probs(self, part: Part) -> dict[str, Any]:
-        offsets, at = [], part.offset
-        for token in part.tokens:
-            offsets.append(at)
-            at += len(token.text)
         return {
             "tokens": [token.text for token in part.tokens],
             "token_logprobs": [_finite(token.log_prob) for token in part.tokens],
             "top_logprobs": list(map(_top, part.tokens)),
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in part.tokens],
         }
 
     def _chat_log_probs(self, part: Part) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
-        for text, number, _ in part.tokens:
-            own = {"token": text, "logprob": _finite(number), "bytes": list(text.encode())}
+        for token in part.tokens:
+            own = {"token": token.text, "logprob": _finite(token.log_prob), "bytes": list(token.raw)}
             content.append(own | {"top_logprobs": [own] * self.request.top_logprobs})
         return {"content": content, "refusal": None}
 

@@ -11,10 +11,19 @@ from typing import Any
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.requests import batch_of
 from jaxspec.engine.results import Score
-from jaxspec.engine.text import RowText
+from jaxspec.engine.text import TokenTexts
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
-from jaxspec.io.openai import COMPLETIONS, ApiRequest, BadField, Part, TokenScore, finish_reason, usage_of
+from jaxspec.io.openai import (
+    COMPLETIONS,
+    ApiRequest,
+    BadField,
+    Part,
+    TokenScore,
+    finish_reason,
+    scored,
+    usage_of,
+)
 from jaxspec.methods import Method, registry
 from jaxspec.server.engine_thread import Job, News, Unavailable
 
@@ -80,7 +89,7 @@ def checked_ids(lm: LanguageModel, name: str, ids: Any) -> list[int]:
 def rows_of(
     lm: LanguageModel, request: ApiRequest, prompts: Prompts, method: Method, seed: int
 ) -> list[dict[str, Any]]:
-    """Returns the arguments of `Scheduler.add` for each text: the `n` texts of a prompt beside each other.
+    """Returns the arguments of `Scheduler.add` for each text to generate: the `n` texts of a prompt beside each other.
 
     Args:
       lm: the model.
@@ -90,23 +99,29 @@ def rows_of(
       seed: the seed of requests that give none.
 
     Raises:
-      BadField: a prompt is too long, the method or an option of it does not exist, or an option names a file.
+      BadField: a prompt is empty or too long, the method or an option of it does not exist, or an option names a file.
     """
     options = {name: value for name, value in request.options.items() if name != "chat_template_kwargs"}
     options |= {"method": _method(request) or method, "seed": options.get("seed", seed)}
     rows = []
     for index, ids in enumerate(prompts.ids):
         context = lm.config.context_length
-        if len(ids) >= context:
+        if not ids:
+            raise BadField("the prompt is empty; give at least one token", "prompt")
+        if len(ids) + (not request.only_echo) > context:
             raise BadField(
                 f"the prompt has {len(ids)} tokens, the model's context is {context}; shorten it",
                 "messages" if request.is_chat else "prompt",
             )
         budget = min(request.default_budget, context - len(ids))
-        rows += [
-            {"max_new_tokens": budget, **options, "prompt": list(ids), "stream": index * request.n + copy}
-            for copy in range(request.n)
-        ]
+        rows += (
+            []
+            if request.only_echo
+            else [
+                {"max_new_tokens": budget, **options, "prompt": list(ids), "stream": index * request.n + copy}
+                for copy in range(request.n)
+            ]
+        )
     return rows
 
 
@@ -153,17 +168,31 @@ def scores_of(lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[Score
     return [next(found) if len(ids) > 1 else Score([], [], [], []) for ids in prompts]
 
 
-def scored_tokens(lm: LanguageModel, ids: Sequence[int], score: Score) -> list[TokenScore]:
-    """Returns the tokens of a prompt with their log-probabilities and the most likely tokens in their places."""
+def scored_tokens(lm: LanguageModel, prompt: str, ids: Sequence[int], score: Score) -> list[TokenScore]:
+    """Returns the tokens of a prompt with their log-probabilities and the most likely tokens in their places.
+
+    The text of a special token is empty, unless the prompt has it in its place.
+    """
     assert lm.tokenizer is not None
-    text = lm.tokenizer.stream()
-    pieces = [text.push([one]) for one in ids]
-    pieces[-1] += text.flush()
-    found = [TokenScore(pieces[0], None)]
-    for piece, token, number, top, top_number in zip(pieces[1:], *score, strict=True):
-        other = None if top == token else (lm.tokenizer.decode([top]), top_number)
-        found.append(TokenScore(piece, number, other))
-    return found
+    stream = lm.tokenizer.stream()
+    texts, at = [], 0
+    for index in ids:
+        text = stream.push([index])
+        if index in lm.tokenizer.special_ids:
+            special = lm.tokenizer.decode([index], special=True)
+            text = special if prompt.startswith(special, at) else text
+        texts.append(text)
+        at += len(text)
+    texts[-1] += stream.flush()
+    tokens = scored(
+        ((text, number, b"") for text, number in zip(texts, [None, *score.log_probs], strict=True)), 0
+    )
+    for place, (token, top, number) in enumerate(
+        zip(score.tokens, score.top_tokens, score.top_log_probs, strict=True), 1
+    ):
+        if top != token:
+            tokens[place] = tokens[place]._replace(top=(lm.tokenizer.decode([top]), number))
+    return tokens
 
 
 class Answer:
@@ -174,12 +203,16 @@ class Answer:
       request: the request.
       prompts: its prompts.
       job: its job.
+
+    Attributes:
+      num_choices: the number of choices of the response.
     """
 
     def __init__(self, lm: LanguageModel, request: ApiRequest, prompts: Prompts, job: Job) -> None:
         self._lm, self._request, self._prompts, self._job = lm, request, prompts, job
-        self._texts: list[RowText | None] = [None] * len(job.rows)
-        self._offsets = [0] * len(job.rows)
+        self.num_choices = len(prompts.ids) * request.n
+        self._texts: list[TokenTexts | None] = [None] * self.num_choices
+        self._offsets = [0] * self.num_choices
         self._begun = False
 
     def _echoed(self) -> list[Part]:
@@ -187,16 +220,19 @@ class Answer:
         scores: Sequence[Sequence[TokenScore]] = [()] * len(self._prompts.ids)
         if self._job.scores:
             scores = [
-                scored_tokens(self._lm, ids, score)
-                for ids, score in zip(self._prompts.ids, self._job.scores, strict=True)
+                scored_tokens(self._lm, *prompt)
+                for prompt in zip(self._prompts.texts, self._prompts.ids, self._job.scores, strict=True)
             ]
-        which = [row // self._request.n for row in range(len(self._job.rows))]
-        parts = [Part(row, self._prompts.texts[at], scores[at]) for row, at in enumerate(which)]
+        reason = finish_reason("length") if self._request.only_echo else None
+        which = [row // self._request.n for row in range(self.num_choices)]
+        parts = [Part(row, self._prompts.texts[at], scores[at], reason) for row, at in enumerate(which)]
         self._offsets = [len(part.text) for part in parts]
         return parts
 
     def parts(self, news: News) -> list[Part]:
         """Returns the text of new pieces; before the first ones, the prompts if the request asks for them.
+
+        A token comes with the text that it completes.
 
         Raises:
           Unavailable: the model's logits are not finite.
@@ -208,17 +244,15 @@ class Answer:
             if result is not None and result.error is not None:
                 raise Unavailable(result.error, 500, "engine_error")
             tokens: list[TokenScore] = []
-            offset = self._offsets[row]
             if self._request.logprobs and piece.new_text is not None:
-                text = self._texts[row] = self._texts[row] or piece.new_text()
-                spans = text.spans(piece.token_records, result is not None)
-                # Text that becomes final only at the end belongs to the last token.
-                for (span, _), token in zip(spans, piece.token_records, strict=False):
-                    tokens.append(TokenScore(span, token.log_prob))
+                texts = self._texts[row] = self._texts[row] or piece.new_text().by_token()
+                assert texts is not None
+                pushed = texts.push(piece.token_records, piece.text, result is not None)
+                tokens = scored(pushed, self._offsets[row])
                 self._offsets[row] += sum(len(token.text) for token in tokens)
             reason = None if result is None else finish_reason(result.finish_reason)
             if piece.text or tokens or reason is not None:
-                parts.append(Part(row, piece.text, tokens, reason, offset))
+                parts.append(Part(row, piece.text, tokens, reason))
         return parts
 
     def usage(self) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class Api:
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
             Route("/tokenizer_info", self.tokenizer_info),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
@@ -146,14 +147,23 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """Returns the list with the only model."""
-        model = {
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """Returns the model of a name, which may have slashes."""
+        if not request.path_params["name"]:
+            return await self.models(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
             "id": self._lm.name,
             "object": "model",
             "created": self._created,
             "owned_by": "jaxspec",
             "max_model_len": self._lm.config.context_length,
         }
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Returns the special tokens and the chat template, for clients such as lm-eval."""
@@ -170,7 +180,7 @@ class Api:
             body = dict(await self._object(request))
             special = flag("add_special_tokens", body.pop("add_special_tokens", True))
             api = request_of(CHAT if "messages" in body else COMPLETIONS, body)
-            self._check_model(api)
+            self._check_model(api.model)
             found = (await self._encoded(api)).ids
             if len(found) != 1:
                 raise BadField(f"prompt has {len(found)} texts; give one", "prompt")
@@ -185,10 +195,10 @@ class Api:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """Returns the text of `tokens`, as the field `prompt`."""
+        """Returns the text of `tokens`, special ones included, as the field `prompt`."""
         try:
             ids = checked_ids(self._lm, "tokens", (await self._object(request)).get("tokens"))
-            return JSONResponse({"prompt": self._tokenizer.decode(ids)})
+            return JSONResponse({"prompt": self._tokenizer.decode(ids, special=True)})
         except (ValueError, OSError) as error:
             raise refused(error) from None
 
@@ -215,14 +225,14 @@ class Api:
             self._engine.leave(job)
 
     def _check(self, api: ApiRequest) -> None:
-        self._check_model(api)
+        self._check_model(api.model)
         count = api.n * (1 if api.is_chat else len(api.prompts))
         if count > self._engine.max_open:
             raise BadField(f"the request asks for {count} texts; give at most {self._engine.max_open}", "n")
 
-    def _check_model(self, api: ApiRequest) -> None:
-        if api.model not in (None, self._lm.name):
-            said = f"model is {shown(api.model)}; this server has {shown(self._lm.name)}"
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._lm.name):
+            said = f"model is {shown(name)}; this server has {shown(self._lm.name)}"
             raise Refused(404, said, "model", "model_not_found")
 
     async def _encoded(self, api: ApiRequest) -> Prompts:

@@ -101,7 +101,7 @@ class Job:
     """The texts of one HTTP request. It belongs to the event loop; the engine thread reads `rows` and `to_score`.
 
     Args:
-      rows: the arguments of `Scheduler.add`, for each text.
+      rows: the arguments of `Scheduler.add`, for each text; there may be none.
       to_score: prompts whose tokens get log-probabilities.
 
     Attributes:
@@ -135,11 +135,13 @@ class Job:
           Unavailable: the server cannot finish it.
         """
         missing = len(self.rows)
-        while missing:
+        accepted = False
+        while missing or not accepted:
             news = await self._news.get()
             if isinstance(news, Exception):
                 raise news
             missing -= sum(piece.result is not None for _, piece in news)
+            accepted = True
             yield news
 
 
@@ -318,6 +320,8 @@ class EngineThread:
             self._drop(job)
             self._post({job: error})
         else:
+            if not job.rows:
+                self._close(job)
             self._post({job: []})
 
     def _drop(self, job: Job) -> None:

@@ -57,7 +57,7 @@ class Exchange:
         )
 
     async def _whole(self, scope: Scope, send: Send) -> None:
-        choices: list[list[Part]] = [[] for _ in self.job.rows]
+        choices: list[list[Part]] = [[] for _ in range(self.answer.num_choices)]
         try:
             async with asyncio.timeout_at(self.deadline):
                 async for news in self.job.news():

@@ -84,12 +84,22 @@ def test_lines_of_openai(tmp_path, chat_lm):
         return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": body}
 
     messages = [{"role": "user", "content": "ab"}]
+    usual = chat_lm.generate([3, 4], max_new_tokens=16, ignore_eos=True).text
     records = [
         line(
             "chat", "chat/completions", model="m", messages=messages, max_completion_tokens=4, ignore_eos=True
         ),
         line("two", "completions", prompt=["ab", "cd"], n=2, temperature=1, seed=4, max_tokens=4, echo=True),
         line("usual", "completions", prompt=[3, 4], logprobs=0, ignore_eos=True),
+        line(
+            "held",
+            "completions",
+            prompt=[3, 4],
+            logprobs=0,
+            ignore_eos=True,
+            stop=[usual[2:9] + "!"],
+            seed=-1,
+        ),
     ]
     output = run(chat_lm, written(tmp_path / "in", records), options={})
     found = {one["custom_id"]: one for one in answers(output)}
@@ -108,6 +118,8 @@ def test_lines_of_openai(tmp_path, chat_lm):
     assert usage["prompt_tokens"] == sum(one.statistics.num_prompt_tokens for one in drawn[::2])
     assert usage["completion_tokens"] == sum(len(one.tokens) for one in drawn)
     assert len(bodies["usual"]["choices"][0]["logprobs"]["tokens"]) == 16  # OpenAI's default
+    # A stop string that began and did not end leaves every token its text.
+    assert bodies["held"]["choices"] == bodies["usual"]["choices"]
 
 
 BAD = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -61,9 +63,40 @@ def test_a_greedy_text_is_greedy(lm):
 
 
 def test_texts_are_cut_where_the_context_ends(lm):
-    whole, context = lm.encode("ab cd ab"), lm.encode("ab")
-    assert lm.score("ab", " cd ab").tokens == whole[len(context) :]
-    assert [one.tokens for one in lm.score(["ab"], [" cd ab"])] == [whole[len(context) :]]
+    whole, context = lm.encode("ab cd ab"), lm.encode("ab ")
+    assert lm.score("ab ", "cd ab").tokens == whole[len(context) :]
+    assert [one.tokens for one in lm.score(["ab "], ["cd ab"])] == [whole[len(context) :]]
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [
+        ("a", "b"),
+        ("ab", " cd"),
+        ("ab ", "cd"),
+        ("abe", " ab"),
+        ("abe ", "ab"),
+        ("cdc", "d"),
+        ("ab c", "d ab"),
+        ("b", "a"),
+    ],
+)
+def test_each_character_of_a_continuation_is_scored_or_it_is_refused(lm, context, continuation):
+    """A border inside a token of the whole text would leave the token's log-probability out."""
+    whole, own = lm.encode(context + continuation), lm.encode(context)
+    if whole[: len(own)] == own:
+        score = lm.score(context, continuation)
+        assert lm.tokenizer.decode(score.tokens) == continuation
+        assert score.log_prob == pytest.approx(lm.score(own, whole[len(own) :]).log_prob, abs=1e-5)
+    else:
+        message = (
+            f"contexts[0] ends inside a token of the whole text, between {context!r} and {continuation!r};"
+        )
+        with pytest.raises(ValueError, match=re.escape(message)):
+            lm.score(context, continuation)
+        with pytest.raises(ValueError, match=r"contexts\[1\] ends inside a token") as error:
+            lm.score(["cd", context], ["ab", continuation])
+        assert "\n" not in str(error.value)
 
 
 def test_the_last_token_of_a_full_context_is_scored(lm):

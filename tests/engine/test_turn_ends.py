@@ -73,6 +73,20 @@ def test_an_end_token_that_is_a_stop_token_too_is_an_end(lm, plain):
     assert ending.generate("ab", stop_token_ids=[token], **PLAIN).finish_reason == "stop"
 
 
+def test_an_end_token_that_the_tokenizer_does_not_call_special_has_no_text(plain):
+    """The text ends before it, whole, in a stream and in its spans; with `ignore_eos` it is a token like others."""
+    token = plain.tokens[3]
+    before = plain.tokens[: plain.tokens.index(token)]
+    ending = language_model(eos_token_ids=(token,))
+    assert token not in ending.tokenizer.special_ids
+    result = ending.generate("ab", max_new_tokens=24)
+    assert (result.tokens, result.finish_reason) == ([*before, token], "eos")
+    *_, last = pieces = list(ending.stream("ab", max_new_tokens=24))
+    texts = {result.text, "".join(piece.text for piece in pieces), "".join(text for text, _ in last.spans)}
+    assert texts == {ending.generate("ab", max_new_tokens=len(before)).text}
+    assert ending.generate("ab", **PLAIN).text == plain.text
+
+
 @pytest.mark.full
 def test_stop_tokens_are_for_every_row_and_refills(lm):
     prompts = ["ab", "cd", "a", "bd e"]

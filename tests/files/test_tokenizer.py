@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -131,6 +134,164 @@ def test_a_text_goes_on_where_its_prompt_ends(name):
     for cut in range(1, len(ids)):
         stream = t.stream(ids[:cut])
         assert t.decode(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == t.decode(ids)
+
+
+# Bytes of characters of one to four bytes, of U+FFFD, and bytes that begin no character or another one than it seems.
+BYTES = b"\nA\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xef\xbf\xbd\xed\xa0\xe0\xf4\x90\xc0\xff"
+BROKEN = {
+    "U+FFFD": [0xEF, 0xBF, 0xBD],
+    "bytes that only continue": [0x80],
+    "first bytes": [0xE2],
+    "first bytes of four": [0xF0, 0x9F, 0x98],
+    "line ends": [0x0A],
+    "line ends after a broken byte": [0xE2, 0x0A],
+    "characters": [0xF0, 0x9F, 0x98, 0x80],
+    "surrogates": [0xED, 0xA0, 0x80],
+}
+
+
+def byte_ids(name: str, data: Iterable[int]) -> list[int]:
+    """The tokens of bytes."""
+    vocabulary = tokenizer(name)._loaded.get_vocab()
+    if name == "byte_fallback":
+        return [vocabulary[f"<0x{byte:02X}>"] for byte in data]
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(256 + at) for at, byte in enumerate(sorted({*range(256)} - {*printable}))}
+    return [vocabulary[letters[byte]] for byte in data]
+
+
+def text_of(name: str, data: bytes) -> str:
+    """The text of bytes: SentencePiece has one U+FFFD for each byte that is no part of a character."""
+    if name == "byte_level":
+        return data.decode(errors="replace")
+    return re.sub("[\ud800-\udfff]", "\ufffd", data.decode(errors="surrogateescape"))
+
+
+def certain(name: str, data: bytes) -> str:
+    """The text that no further bytes can change."""
+    further = [b"A", *(fill * count for fill in (b"\x80", b"\xbf") for count in (1, 2, 3))]
+    letters = zip(*(text_of(name, data + one) for one in further), strict=False)
+    return "".join(one[0] for one in itertools.takewhile(lambda one: len({*one}) == 1, letters))
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.lists(st.sampled_from([*BYTES]), max_size=40).map(bytes),
+    times=st.integers(1, 9),
+    step=st.integers(1, 9),
+)
+def test_bytes_come_as_soon_as_they_are_certain(name, data, times, step):
+    data *= times
+    ids, stream, got = byte_ids(name, data), tokenizer(name).stream(), ""
+    assert tokenizer(name).decode(ids) == text_of(name, data)
+    for at in range(0, len(ids), step):
+        got += stream.push(ids[at : at + step])
+        assert got == certain(name, data[: at + step])
+        assert max(stream.num_held, stream.num_open) <= 3
+        assert len(stream._ids) <= 64
+    assert got + stream.flush() == text_of(name, data)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("unit", BROKEN.values(), ids=BROKEN)
+def test_a_long_stream_of_broken_characters_has_a_bounded_window(name, unit):
+    ids = byte_ids(name, bytes(unit) * (600 // len(unit)))
+    loaded, got, longest = tokenizer(name), "", 0
+    stream = loaded.stream()
+    for index in ids:
+        got += stream.push([index])
+        longest = max(longest, len(stream._ids))
+    whole = loaded.decode(ids)
+    assert len(whole) - len(got) <= 3
+    assert got + stream.flush() == whole
+    assert longest <= 64
+
+
+def test_tokens_that_are_never_whole_characters():
+    """Each token ends one character and begins the next, so that no place between two tokens is between characters."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    backend = Backend(models.BPE({"âĤ": 0, "¬âĤ": 1, "¬": 2}, []))
+    backend.decoder = decoders.ByteLevel()
+    loaded = Tokenizer(FileTokenizer(backend, {}))
+    stream, got = loaded.stream(), ""
+    for count, index in enumerate([0, *[1] * 500]):
+        got += stream.push([index])
+        assert got == "€" * count
+        assert len(stream._ids) <= 64
+    assert stream.push([2]) == "€"
+    assert stream.flush() == ""
+
+
+def test_a_token_of_unknown_bytes_waits_for_the_next():
+    """The bytes of other letters than GPT-2's are unknown: a U+FFFD at the end may be the beginning of a character."""
+
+    class Other:
+        all_special_ids, added_tokens_decoder = (), {}
+
+        def convert_tokens_to_ids(self, token):
+            return None
+
+        def convert_ids_to_tokens(self, index):
+            return f"{index}"
+
+        def decode(self, ids, **_):
+            return bytes(ids).decode(errors="replace")
+
+    data = "a€é\ufffd".encode() + b"\xe2\x82z\xff" + "日".encode()
+    stream, got = Tokenizer(Other()).stream(), ""
+    for at, byte in enumerate(data, 1):
+        got += stream.push([byte])
+        assert data[:at].decode(errors="replace").startswith(got)
+        assert len(data[:at].decode(errors="replace")) - len(got) <= 1
+    assert got + stream.flush() == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize(
+    ("prompt", "after", "text"),
+    [
+        ("A\ufffd".encode(), b"A", "A"),
+        ("\ufffd".encode() * 3, b"\nA", "\nA"),
+        (b"A\x80", b"A", "A"),
+        (b"A\x80\xff", b"", ""),
+        (b"A\xe2", b"\x82\xac", "€"),
+        (b"A\xe2\x82", b"\xacA", "€A"),
+        (b"A\xe2", b"A", "A"),
+        (b"A\xe2\x82", b"AB", "AB"),
+        (b"A\xe2\x82", b"\xe2\x82\xac", "€"),
+        (b"A\xe2", b"", ""),
+        (b"\xef\xbf\xbd", b"\xef\xbf\xbd", "\ufffd"),
+    ],
+)
+def test_a_text_after_a_prompt_that_ends_in_a_broken_character(name, prompt, after, text):
+    """U+FFFD and broken bytes of the prompt are not repeated; a character that the text completes is the text's."""
+    for step in (1, len(after) or 1):
+        stream, ids = tokenizer(name).stream(byte_ids(name, prompt)), byte_ids(name, after)
+        got = "".join(stream.push(ids[at : at + step]) for at in range(0, len(ids), step))
+        assert got + stream.flush() == text
+
+
+def test_a_piece_that_is_the_character_u_fffd_comes_at_once():
+    """Llama 2 has it as a token, beside those of bytes."""
+    from tokenizers import Tokenizer as Backend
+
+    stored = json.loads((directory("byte_fallback") / "tokenizer.json").read_text())
+    stored["model"]["vocab"]["\ufffd"] = piece = len(stored["model"]["vocab"])
+    stream = Tokenizer(FileTokenizer(Backend.from_str(json.dumps(stored)), {})).stream()
+    assert [stream.push([piece]) for _ in range(200)] == ["\ufffd"] * 200
+    assert len(stream._ids) <= 64
+
+
+def test_special_tokens_in_a_text():
+    """They are left out, or included if they are wanted; then they also end a run of bytes."""
+    loaded = tokenizer("byte_fallback")
+    ids = [1, *byte_ids("byte_fallback", "é\xc3".encode()[:3]), 2, *byte_ids("byte_fallback", b"\xa9")]
+    assert loaded.decode(ids) == "éé"
+    assert loaded.decode(ids, special=True) == "<s>é\ufffd</s>\ufffd"
 
 
 def test_a_stream_costs_the_same_however_long_the_text():

@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ pytest.importorskip("prometheus_client")
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Piece, Result, Statistics, Token
 from jaxspec.engine.scheduler import Event, Scheduler
+from jaxspec.engine.text import RowText, row_text
+from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import registry
 from jaxspec.server.answers import scores_of
 from jaxspec.server.app import Api, Settings
@@ -94,6 +96,44 @@ class FakeScheduler:
             if number == self.breaks:
                 self.rows.pop(number, None)
                 events[-1] = Event(number, None, MemoryError("no memory"))
+        return events
+
+
+class Scripted(FakeScheduler):
+    """Generates given tokens, whose text ends at the stop strings of a request.
+
+    Args:
+      tokenizer: the tokenizer.
+      ids: the tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+        super().__init__()
+        self._tokenizer, self._ids = tokenizer, ids
+        self._texts: dict[int, tuple[Callable[[], RowText], RowText]] = {}
+
+    def add(self, **arguments: Any) -> int:
+        number = super().add(**arguments)
+        stops = [stop] if isinstance(stop := arguments.get("stop", ()), str) else stop
+        new_text = functools.partial(row_text, self._tokenizer, arguments["prompt"], stops)
+        self._texts[number] = new_text, new_text()
+        return number
+
+    def step(self) -> list[Event]:
+        self.gate.wait()
+        events = []
+        for number, row in list(self.rows.items()):
+            token = Token(self._ids[row[1]], log_prob=-1.0 - row[1])
+            row[1] += 1
+            new_text, text = self._texts[number]
+            gained, _, stopped = text.push([token.id], row[1] == row[0])
+            statistics = Statistics(row[1], row[1], 0, 0, 0, (0,), 1.0, 1.0, 0.0, num_prompt_tokens=1)
+            result = None
+            if stopped or row[1] == row[0]:
+                result = Result(text.text, [token], "stop" if stopped else "length", statistics)
+                del self.rows[number]
+            piece = Piece(number, gained, [token], statistics, result, new_text=new_text)
+            events.append(Event(number, piece))
         return events
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import urllib.parse
 
+import jax
 import pytest
 
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.results import Token
+from jaxspec.engine.text import row_text
+from jaxspec.io.openai import ApiRequest, Part, Responses, scored
 from jaxspec.testing import language_model
-from tests.server import TEMPLATE, application, client, model
+from tests.commands import CONFIG
+from tests.files.test_tokenizer import byte_ids, tokenizer
+from tests.server import TEMPLATE, FakeScheduler, Scripted, application, client, model
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "ab"}]
@@ -157,6 +166,128 @@ def test_log_probabilities_of_prompts_as_lm_eval_reads_them(http, lm, stream):
         assert len(choice["logprobs"]["tokens"]) == len(context) + 4 + 1
 
 
+@functools.cache
+def byte_model():
+    """A model whose tokenizer has a token for each byte, without weights: its texts are those of `Scripted`."""
+    return LanguageModel(CONFIG, {}, tokenizer=tokenizer("byte_level"), name="bytes", device=jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    ("data", "stop", "text", "tokens", "raws"),
+    [
+        (b"A sky", " is", "A sky", ["A", " ", "s", "k", "y"], [[65], [32], [115], [107], [121]]),
+        (b"A is", " is", "A", ["A", "", "", ""], [[65], [], [], []]),
+        ("a€b".encode(), "€z", "a€b", ["a", "", "", "€", "b"], [[97], [0xE2], [0x82], [0xAC], [98]]),
+        ("a€b".encode(), "€", "a", ["a", "", "", ""], [[97], [], [], []]),
+        (b"a\xe2\x82", "b", "a\ufffd", ["a", "", "\ufffd"], [[97], [0xE2], [0x82]]),
+        ("\ufffd\n".encode(), "\n", "\ufffd", ["", "", "\ufffd", ""], [[0xEF], [0xBF], [0xBD], []]),
+        (b"\x80a", "\na", "\ufffda", ["\ufffd", "a"], [[0x80], [97]]),
+    ],
+)
+def test_tokens_beside_a_stop_and_inside_a_character(data, stop, text, tokens, raws):
+    """One token, one text: those of the tokens are the choice's, each with its place and its own bytes."""
+    lm = byte_model()
+    made = functools.partial(Scripted, lm.tokenizer, byte_ids("byte_level", data))
+    body = {"max_tokens": len(data), "stop": stop, "temperature": 0}
+    with client(application(made, lm=lm)[0]) as http:
+        choice = asked(http, URL, prompt=[5], logprobs=0, **body)["choices"][0]
+        streamed = [one["choices"][0] for one in chunks(http, URL, prompt=[5], logprobs=0, **body)]
+    found = choice["logprobs"]
+    assert (choice["text"], found["tokens"]) == (text, tokens)
+    assert found["text_offset"] == [len("".join(tokens[:at])) for at in range(len(tokens))]
+    assert found["token_logprobs"] == [-1.0 - at for at in range(len(tokens))]
+    for name, values in found.items():
+        assert [one for part in streamed if part["logprobs"] for one in part["logprobs"][name]] == values
+    shown = ""
+    for part in streamed:  # no token comes before its text
+        shown += part["text"]
+        assert all(offset <= len(shown) for offset in (part["logprobs"] or {}).get("text_offset", ()))
+    assert shown == text
+    chat = Responses(ApiRequest(CHAT, logprobs=True), "1", 0, "bytes")
+    row = row_text(lm.tokenizer, [5], [stop])
+    ids = byte_ids("byte_level", data)
+    gained, used, _ = row.push(ids, True)
+    pushed = (
+        row_text(lm.tokenizer, [5], [stop])
+        .by_token()
+        .push([Token(i, log_prob=-1.0) for i in ids[:used]], gained, True)
+    )
+    content = chat.chunks(Part(0, gained, scored(pushed, 0)))[0]["choices"][0]["logprobs"]["content"]
+    assert [one["bytes"] for one in content] == raws
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_without_new_tokens(http, lm, stream):
+    """The prompts with their scores, and nothing is generated."""
+    prompts = ["ab cd", [0, 12, 9], "a"]
+    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0, "n": 2}
+    if stream:
+        parts = [one for chunk in chunks(http, URL, **body) for one in chunk["choices"]]
+        choices = sorted(parts, key=lambda one: one["index"])
+    else:
+        whole = asked(http, URL, **body)
+        choices = whole["choices"]
+        assert (whole["usage"]["completion_tokens"], whole["usage"]["prompt_tokens"]) == (0, 3 + 3 + 2)
+    assert [one["text"] for one in choices] == ["ab cd", "ab cd", "ab cd", "ab cd", "a", "a"]
+    assert [one["finish_reason"] for one in choices] == ["length"] * 6
+    for choice, ids in zip(choices[::2], (lm.encode("ab cd"), [0, 12, 9], lm.encode("a")), strict=True):
+        found = choice["logprobs"]
+        assert "".join(found["tokens"]) == choice["text"]
+        assert found["token_logprobs"][0] is None
+        assert found["token_logprobs"][1:] == pytest.approx(lm.score(ids[:1], ids[1:]).log_probs, abs=1e-5)
+    plain = asked(http, URL, prompt=[5] * 512, max_tokens=0, echo=True)["choices"][0]
+    assert (plain["text"], plain["logprobs"]) == (lm.tokenizer.decode([5] * 512), None)
+    assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 0}).status_code == 400
+    asked(http, URL, prompt="ab", max_tokens=1)  # the engine goes on
+    assert "vllm:num_requests_waiting" in http.get("/metrics").text
+
+
+def test_the_places_of_tokens_after_a_prompt_with_special_tokens(http, lm):
+    """The prompt is shown as it was given; BOS that the tokenizer adds has no text."""
+    prompt = "ab</s>cd"
+    choice = asked(http, URL, prompt=prompt, max_tokens=3, echo=True, logprobs=0)["choices"][0]
+    found = choice["logprobs"]
+    assert found["tokens"][:4] == ["", "ab", "</s>", "cd"]
+    assert choice["text"].startswith(prompt)
+    assert "".join(found["tokens"]) == choice["text"]
+    assert found["text_offset"] == [len("".join(found["tokens"][:at])) for at in range(len(found["tokens"]))]
+
+
+def test_seeds_of_64_bits(http, lm):
+    """Each has its own text, always the same; those of 32 bits that of `generate`."""
+    options = {"max_tokens": 30, "temperature": 1.0, "ignore_eos": True}
+    seeds = (0, 2**32 - 1, 2**32, 2**64 - 1, -1, -(2**32), -(2**63))
+    texts = [asked(http, URL, prompt="ab", seed=seed, **options)["choices"][0]["text"] for seed in seeds]
+    assert len({*texts}) == len(seeds)
+    assert asked(http, URL, prompt="ab", seed=-1, **options)["choices"][0]["text"] == texts[4]
+    known = lm.generate("ab", max_new_tokens=30, temperature=1.0, ignore_eos=True, seed=2**32 - 1).text
+    assert texts[1] == known
+
+
+@pytest.mark.parametrize("name", ["tiny", "org/tiny", "/models/tiny one", "50%"])
+def test_a_model_by_its_name(name):
+    """Names may have slashes, escaped or not."""
+    with client(application(FakeScheduler, lm=language_model(name=name))[0]) as http:
+        (listed,) = http.get("/v1/models").json()["data"]
+        for path in (urllib.parse.quote(name, safe=""), urllib.parse.quote(name)):
+            answer = http.get(f"/v1/models/{path}")
+            assert (answer.status_code, answer.json()) == (200, listed)
+        assert http.get("/v1/models/").json()["data"] == [listed]
+        for other in ("nope", "tiny/other", "org"):
+            answer = http.get(f"/v1/models/{other}")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (404, "model_not_found")
+            assert error["message"] == f"model is {other!r}; this server has {name!r}"
+
+
+def test_special_tokens_of_detokenize(http):
+    """The text of all tokens, from which `/tokenize` makes them again."""
+    ids = http.post("/tokenize", json={"prompt": "ab</s>cd<s> a"}).json()["tokens"]
+    text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert text == "<s>ab</s>cd<s> a"
+    assert http.post("/tokenize", json={"prompt": text}).json()["tokens"] == ids
+
+
 def test_stop_echo_and_minimum(http, lm):
     text = lm.generate("ab", max_new_tokens=12).text
     stop = text[3:5]
@@ -212,7 +343,7 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"max_new_tokens": 3}, "max_new_tokens", "perhaps you meant max_tokens"),
         ({"tools": [{}]}, "tools", "tools is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; give at least 1"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; give at least 1, or echo: true"),
         ({"max_tokens": "many"}, "max_tokens", "give a whole number"),
         ({"max_tokens": 1000}, "prompt", "exceed the model's context of 512"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "from 0 to max_tokens"),
@@ -225,7 +356,11 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"temperature": -1}, "temperature", "temperature is -1"),
         ({"temperature": [0.5]}, "temperature", "give one value"),
         ({"top_p": 2}, "top_p", "top_p is 2"),
-        ({"seed": -1}, "seed", "seed is -1"),
+        ({"seed": 2**64}, "seed", "seed is 18446744073709551616; give a number from -9223372036854775808"),
+        ({"seed": -(2**63) - 1}, "seed", "seed is -9223372036854775809"),
+        ({"seed": 0.5}, "seed", "seed is 0.5"),
+        ({"max_tokens": 0, "echo": True, "prompt": [[]]}, "prompt", "the prompt is empty"),
+        ({"max_tokens": 0, "echo": True, "prompt": [5] * 513}, "prompt", "has 513 tokens"),
         ({"n": 0}, "n", "n is 0; give a number from 1 to 128"),
         ({"n": 100}, "n", "give at most 16"),
         ({"stop": [3]}, "stop", "give a string"),

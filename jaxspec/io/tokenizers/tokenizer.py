@@ -5,6 +5,8 @@ transformers is imported only if needed. It imports PyTorch if that is installed
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import shutil
@@ -36,9 +38,12 @@ FILES = (
     "chat_template.json",
 )
 _CANNOT_ENCODE = "the model's tokenizer cannot encode the text"
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A longer window is shortened, so that the cost of a token does not grow with the text.
+_CANNOT_DECODE = "the model's tokenizer cannot decode token ids"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A longer window is halved, so that the cost of a token does not grow with the text.
 _WINDOW = 64
+# The most bytes of a character before its last one.
+_MAX_OPEN = 3
 
 
 def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
@@ -154,6 +159,7 @@ class Tokenizer:
     def __init__(self, loaded: Any):
         """Wraps a tokenizer of transformers or a `FileTokenizer`."""
         self._loaded = loaded
+        self._parts: dict[int, bytes | None] = {}
         self._skipped = frozenset(loaded.all_special_ids) | {
             index for index, token in loaded.added_tokens_decoder.items() if token.special
         }
@@ -243,14 +249,40 @@ class Tokenizer:
             first += 1
         return ids[first:]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids, without special tokens; spaces are not cleaned up."""
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Returns the text of token ids; spaces are not cleaned up.
+
+        Bytes that form no character become U+FFFD. In a run of SentencePiece bytes, such as `<0x0A>`, that is one
+        U+FFFD per byte, and the characters beside them stay, as in SentencePiece. The decoder of `tokenizers` would
+        replace the whole run, so that one byte could change a text of any length before it.
+
+        Args:
+          ids: the token ids; those without a token are left out.
+          special: whether the text includes special tokens.
+
+        Raises:
+          ValueError: the tokenizer cannot decode them.
+        """
         given = [int(index) for index in ids]
-        with failures("the model's tokenizer cannot decode token ids"):
+        if not self._byte_of.keys().isdisjoint(given):
+            given = self._with_valid_bytes(index for index in given if self._is_text(index, special))
+        with failures(_CANNOT_DECODE):
             text: str = self._loaded.decode(
-                given, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                given, skip_special_tokens=not special, clean_up_tokenization_spaces=False
             )
         return text
+
+    def _with_valid_bytes(self, ids: Iterable[int]) -> list[int]:
+        """Replaces each SentencePiece byte that is no part of a character by the three bytes of U+FFFD."""
+        made: list[int] = []
+        for is_bytes, run in itertools.groupby(ids, key=self._byte_of.__contains__):
+            if not is_bytes:
+                made += run
+                continue
+            # Python decodes each byte that is no part of a character to a surrogate.
+            text = bytes(self._byte_of[index] for index in run).decode("utf-8", "surrogateescape")
+            made += [self._id_of[byte] for byte in re.sub("[\ud800-\udfff]", REPLACEMENT, text).encode()]
+        return made
 
     def stream(self, after: Sequence[int] = ()) -> Detokenizer:
         """Returns an incremental decoder for one sequence of tokens.
@@ -261,58 +293,151 @@ class Tokenizer:
         """
         return Detokenizer(self, after)
 
-    def _is_text(self, index: int) -> bool:
-        """Whether `decode` uses an id: it drops special tokens and ids without a token."""
-        return index not in self._skipped and self._loaded.convert_ids_to_tokens(index) is not None
+    def _is_text(self, index: int, special: bool = False) -> bool:
+        """Whether `decode` uses an id: it drops ids without a token, and special ones unless they are wanted."""
+        wanted = special or index not in self._skipped
+        return wanted and self._loaded.convert_ids_to_tokens(index) is not None
 
-    def _is_byte(self, index: int) -> bool:
-        """Whether an id is a SentencePiece byte, such as `<0x0A>`."""
-        return re.fullmatch(r"<0x[0-9A-F]{2}>", self._loaded.convert_ids_to_tokens(index)) is not None
+    @functools.cached_property
+    def _id_of(self) -> Mapping[int, int]:
+        """The id of each SentencePiece byte, such as `<0x0A>`; empty if the tokenizer does not have all of them."""
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = dict(enumerate(map(self._loaded.convert_tokens_to_ids, names)))
+        # For an unknown token transformers returns the id of another.
+        if any(
+            index is None or self._loaded.convert_ids_to_tokens(index) != name
+            for index, name in zip(ids.values(), names, strict=True)
+        ):
+            return {}
+        with failures(_CANNOT_DECODE):
+            text = self._loaded.decode(
+                [ids[0xFF]], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return ids if text == REPLACEMENT else {}
+
+    @functools.cached_property
+    def _byte_of(self) -> Mapping[int, int]:
+        """The SentencePiece bytes by id."""
+        return {index: byte for byte, index in self._id_of.items()}
+
+    def part(self, index: int) -> bytes | None:
+        """Returns the bytes of a token that may be a part of a character; None for a token of whole characters.
+
+        b"" if the bytes are unknown.
+        """
+        if index not in self._parts:
+            self._parts[index] = self._read_part(index)
+        return self._parts[index]
+
+    def _read_part(self, index: int) -> bytes | None:
+        if index in self._byte_of:
+            return bytes([self._byte_of[index]])
+        text = self.decode([index])
+        token = self._loaded.convert_ids_to_tokens(index)
+        if REPLACEMENT not in text or REPLACEMENT in token:
+            return None
+        found = bytes(_byte_letters().get(letter, 0) for letter in token)
+        return found if found.decode(errors="replace") == text else b""
+
+
+@functools.lru_cache
+def _num_open(data: bytes) -> int:
+    """Returns the number of bytes at the end of `data` that begin a character which further bytes can complete.
+
+    Examples:
+      >>> _num_open(b"a\\xe2\\x82"), _num_open(b"\\xe2\\x82\\xac"), _num_open(b"\\xed\\xa0")
+      (2, 0, 0)
+    """
+    # After some first bytes only one end of the range of continuation bytes is possible.
+    rest = [fill * count for count in range(1, _MAX_OPEN + 1) for fill in (b"\x80", b"\xbf")]
+    for begin in range(max(len(data) - _MAX_OPEN, 0), len(data)):
+        # Bytes that form no character become a surrogate each.
+        if any(len((data[begin:] + end).decode(errors="surrogateescape")) == 1 for end in rest):
+            return len(data) - begin
+    return 0
+
+
+@functools.cache
+def _byte_letters() -> Mapping[str, int]:
+    """Returns the byte of each letter of byte-level tokenizers, as in GPT-2."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 class Detokenizer:
     """Converts tokens to text incrementally; all pieces together equal `decode` of all the ids.
 
-    Text at the end that may still change is held back: U+FFFD characters, which the next token may complete to a
-    character, and a run of SentencePiece bytes, because one invalid byte changes the whole run to U+FFFD.
+    Only the bytes at the end that begin a character are held back, at most three.
+
+    Attributes:
+      tokenizer: the tokenizer.
+      num_held: the number of characters (U+FFFD) as which the bytes that are held back would be decoded.
+      num_open: the number of these bytes; 0 if it is unknown.
     """
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()):
         """Starts an empty text; see `Tokenizer.stream`."""
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []  # the window: the latest ids, from a character boundary on
-        self._settled = 0  # the number of ids in the window when a piece last ended with no text held back
+        self.tokenizer = tokenizer
+        self._ids: list[int] = []  # the window: the latest ids
         self._emitted = 0  # the number of characters of the window's text that have been returned
+        self._of_prompt = self.num_held = self.num_open = 0
         if after:
-            self.push(after[-_WINDOW // 4 :])
-            # Text that is held back at the end of a prompt belongs to the prompt, except an incomplete character.
-            self._emitted = len(tokenizer.decode(self._ids).rstrip(_REPLACEMENT))
+            self.push(after[-_WINDOW // 2 :])
+            self._of_prompt = self.num_held
 
     def push(self, ids: Iterable[int]) -> str:
         """Adds ids and returns the text that became final, possibly none."""
-        self._ids += [index for index in map(int, ids) if self._tokenizer._is_text(index)]
-        final = len(self._ids)
-        while final and self._tokenizer._is_byte(self._ids[final - 1]):
-            final -= 1
-        text = self._tokenizer.decode(self._ids[:final])
-        sure = text.rstrip(_REPLACEMENT)
-        piece = sure[self._emitted :]
-        self._emitted = max(self._emitted, len(sure))
-        if final == len(self._ids) and sure == text:
+        self._ids += [index for index in map(int, ids) if self.tokenizer._is_text(index)]
+        text = self.tokenizer.decode(self._ids)
+        self.num_open, self.num_held = self._held(text)
+        piece = self._piece(text, len(text) - self.num_held)
+        if len(self._ids) > _WINDOW:
             self._shorten(text)
         return piece
 
     def flush(self) -> str:
         """Returns the text that was held back, and resets the decoder for a new text."""
-        piece = self._tokenizer.decode(self._ids)[self._emitted :]
-        self._ids, self._settled, self._emitted = [], 0, 0
+        text = self.tokenizer.decode(self._ids)
+        piece = self._piece(text, len(text))
+        self._ids, self._emitted, self._of_prompt, self.num_held, self.num_open = [], 0, 0, 0, 0
         return piece
 
+    def _piece(self, text: str, end: int) -> str:
+        """Returns the text up to `end` that has not been returned yet."""
+        piece = text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        if piece and self._of_prompt:
+            # The prompt ends inside a character. If the text does not complete it, its U+FFFD are the prompt's.
+            piece = piece.removeprefix(REPLACEMENT * self._of_prompt)
+            self._of_prompt = 0
+        return piece
+
+    def _held(self, text: str) -> tuple[int, int]:
+        """Returns the number of bytes at the end that begin a character, and of the characters that they are in `text`.
+
+        The tokens before them that are whole characters, or more than three bytes before the end, are of no concern.
+        """
+        last = b""
+        for index in reversed(self._ids):
+            part = self.tokenizer.part(index)
+            if part == b"":
+                return 0, int(text.endswith(REPLACEMENT))
+            last = (part or b"") + last
+            if part is None or len(last) >= _MAX_OPEN:
+                break
+        size = _num_open(last[-_MAX_OPEN:])
+        # `decode` gives one U+FFFD per SentencePiece byte, and byte-level decoders one for the begun character.
+        return size, size if self._ids and self._ids[-1] in self.tokenizer._byte_of else min(size, 1)
+
     def _shorten(self, text: str) -> None:
-        """Drops the settled ids of a long window, except a few: a text's first token is decoded differently."""
-        if len(self._ids) > _WINDOW and self._settled < len(self._ids):
-            kept = self._ids[self._settled :]
-            tail = self._tokenizer.decode(kept)
-            if tail and text.endswith(tail):
-                self._ids, self._emitted = kept, len(tail)
-        self._settled = len(self._ids)
+        """Drops the first ids of the window, if the text that has not been returned does not depend on them.
+
+        A first token may be decoded differently, and the window may begin inside a character, of which `_MAX_OPEN`
+        bytes may be left. From the next character on, UTF-8 is decoded as before.
+        """
+        kept = self._ids[-_WINDOW // 2 :]
+        tail = self.tokenizer.decode(kept)
+        emitted = len(tail) - (len(text) - self._emitted)
+        if emitted > _MAX_OPEN and text.endswith(tail[_MAX_OPEN:]):
+            self._ids, self._emitted = kept, emitted

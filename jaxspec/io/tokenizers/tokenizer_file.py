@@ -100,6 +100,10 @@ class FileTokenizer:
         assert not clean_up_tokenization_spaces
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """Returns the id of a token; None if there is none."""
+        return self._backend.token_to_id(token)
+
     def convert_ids_to_tokens(self, index: int) -> str | None:
         """Returns the token of an id; None if there is none."""
         return self._backend.id_to_token(index)
