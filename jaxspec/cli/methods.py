@@ -115,11 +115,9 @@ def options_of(method: type[Method], words: Sequence[str]) -> type:
       >>> options_of(NGram, [])(ngram_max=4).ngram_max
       4
     """
-    repeatable = {field.name for field in dataclasses.fields(method) if isinstance(field.default, tuple)}
-    given = {name: values if name in repeatable else _last(values) for name, values in _given(words).items()}
     fields: dict[str, Any] = {}
     lines = []
-    for reader in (method, *method.parts(given)):
+    for reader in (method, *method.parts(_options(method, words))):
         hints, helps, usual = typing.get_type_hints(reader), attribute_docs(reader), reader.usual()
         for field in dataclasses.fields(reader):
             if field.name in fields:
@@ -178,7 +176,7 @@ def parse_method(words: str) -> Method:
     name, *rest = shlex.split(words) or [""]
     method = registry.find(name)
     options = options_of(method, rest)
-    registry.check_options(method, {option: _last(values) for option, values in _given(rest).items()})
+    registry.check_options(method, _options(method, rest))
     return made(name, parse_as(options, rest, f"jaxspec generate --method {name}"))
 
 
@@ -212,6 +210,13 @@ def _given(words: Sequence[str]) -> dict[str, list[str]]:
             given[name].append(word)
             name = None
     return given
+
+
+def _options(method: type[Method], words: Sequence[str]) -> dict[str, str | list[str]]:
+    """Returns the values of options: a list for an option of the method that may be repeated, else the last value."""
+    repeatable = {field.name for field in dataclasses.fields(method) if isinstance(field.default, tuple)}
+    given = _given(words).items()
+    return {name: values if name in repeatable else values[-1] for name, values in given if values}
 
 
 def _last(values: Sequence[str]) -> str:

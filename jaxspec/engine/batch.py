@@ -157,10 +157,13 @@ class Batch:
                 self._running[number] = job, len(job.results)
                 job.results.append(None)
                 added.append(number)
-        except (ValueError, OSError) as error:
+        except Exception as error:
             for number in added:
                 self._scheduler.cancel(number)
                 del self._running[number]
+            if not isinstance(error, (ValueError, OSError)):  # of this program; the other lines go on
+                self._answer_error(job, 500, f"{type(error).__name__}: {error}", None, results)
+                return
             if job.request is not None and isinstance(error, ValueError) and not isinstance(error, BadField):
                 error = bad_field(error, job.request)
             self._answer_error(job, 400, str(error), getattr(error, "param", None), results)

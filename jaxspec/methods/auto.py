@@ -83,17 +83,17 @@ class Auto(DraftingMethod):
         rest = {name: value for name, value in given.items() if name not in own}
 
         def with_options(one: Method) -> Method:
-            read = {name for part in (type(one), *type(one).parts(rest)) for name in part.options()}
-            return type(one).of(one.given | {name: value for name, value in rest.items() if name in read})
+            kind = type(one)
+            options = kind.converted(rest)
+            read = {name for part in (kind, *kind.parts(options)) for name in part.options()}
+            return kind.of(one.given | {name: value for name, value in options.items() if name in read})
 
         return dataclasses.replace(made, among=tuple(map(with_options, made.methods())))
 
     @classmethod
     def parts(cls, given: Mapping[str, Any]) -> tuple[type[Method], ...]:
         """Returns the methods that `among` names, and the parts of those."""
-        named = given.get("among") or ()
-        among = (named,) if isinstance(named, (str, Method)) else tuple(named)
-        kinds = [kind for kind in map(_kind, among) if not issubclass(kind, Auto)]
+        kinds = [kind for kind in map(_kind, given.get("among", ())) if not issubclass(kind, Auto)]
         return tuple(part for kind in kinds for part in (kind, *kind.parts(given)))
 
     def methods(self) -> tuple[Method, ...]:

@@ -100,8 +100,14 @@ class Method:
 
     @property
     def by_distribution(self) -> bool:
-        """Whether `build` reads `Resources.distributions`; texts of other distributions then have another drafter."""
-        return False
+        """Whether `build` reads `Resources.distributions`; texts of other distributions then have another drafter.
+
+        A method that combines others does so if one of them does.
+        """
+        parts = [
+            one for value in self.given.values() for one in (value if type(value) is tuple else (value,))
+        ]
+        return any(isinstance(part, Method) and part.by_distribution for part in parts)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -128,6 +134,25 @@ class Method:
         return {}
 
     @classmethod
+    def converted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns options by name, those of this class converted to the types of their fields.
+
+        Raises:
+          ValueError: a value cannot be converted; one line.
+
+        Examples:
+          >>> from jaxspec.methods import Auto
+          >>> Auto.converted({"among": "ngram", "ngram_max": 3})
+          {'among': ('ngram',), 'ngram_max': 3}
+        """
+        hints = _hints(cls)  # type: ignore[arg-type]
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        return {
+            name: _taken(fields[name], value, hints[name]) if name in fields else value
+            for name, value in given.items()
+        }
+
+    @classmethod
     def of(cls, given: Mapping[str, Any]) -> Method:
         """Makes the method from options by name, including the options of its `parts`."""
         return cls(**given)
@@ -137,7 +162,7 @@ class Method:
         """Returns the methods that a composite method combines; () if the method is not composite.
 
         Args:
-          given: options by name; some of them may choose the parts.
+          given: options by name, see `converted`; some of them may choose the parts.
         """
         return ()
 

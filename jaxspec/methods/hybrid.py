@@ -171,5 +171,5 @@ def _check(role: str, kind: type[Method]) -> None:
 
 def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
     """Returns the methods given by name and the defaults; flat options belong to them."""
-    names = {role: given.get(role) or usual for role, usual in _USUAL.items()}
+    names = {role: usual if given.get(role) is None else given[role] for role, usual in _USUAL.items()}
     return {role: _kind(role, name) for role, name in names.items() if isinstance(name, str)}

@@ -141,8 +141,10 @@ def make(name: str, given: Mapping[str, Any], others: Iterable[str] = ()) -> Met
       LayerSkip(exit_layer=3)
     """
     method = find(name)
-    check_options(method, given, others)
-    return method.of(given)
+    check_known(given, others)
+    converted = method.converted(given)
+    check_options(method, converted, others)
+    return method.of(converted)
 
 
 def check_options(method: type[Method], given: Mapping[str, Any], others: Iterable[str] = ()) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import jaxspec
 from jaxspec.engine.batch import Batch
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.io.batch_files import ALL, Results, Shard, read_lines, shard_of
 from tests import tiny
 
@@ -153,6 +154,12 @@ BAD = [
     ),
     ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "no streams"),
     ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": ["a", "b" * 600]}}, "context"),
+    ({"prompt": "ab", "method": "auto", "among": 3}, "among is 3; give a text or several"),
+    ({"prompt": "ab", "method": "hybrid", "first": []}, "first is []; give a text"),
+    (
+        {"url": "/v1/completions", "body": {"prompt": "a", "method": {"name": "auto", "among": [{}]}}},
+        "among[0] is {}",
+    ),
 ]
 
 
@@ -177,6 +184,25 @@ def test_a_bad_line_has_an_error_as_its_answer(tmp_path, lm):
     kept = [line for line in before.splitlines(True) if not json.loads(line).get("error")]
     output.write_bytes(b"".join(kept))
     assert sorted(run(lm, path).read_bytes().splitlines()) == sorted(before.splitlines())
+
+
+def test_an_error_of_the_program_is_the_answer_of_its_line(tmp_path, lm, monkeypatch):
+    """Also if some texts of the line were accepted before."""
+    before = Scheduler.add
+
+    def add(scheduler, **options):
+        if options.get("seed") == 5 and options["stream"] == 1:
+            raise TypeError("no such thing")
+        return before(scheduler, **options)
+
+    monkeypatch.setattr(Scheduler, "add", add)
+    body = {"prompt": "ab", "n": 3, "seed": 5, "temperature": 1.0}
+    wrong = {"custom_id": "x", "url": "/v1/completions", "body": body}
+    found = answers(run(lm, written(tmp_path / "in", [{"prompt": "ab"}, wrong, {"prompt": "cd"}])))
+    (error,) = (one for one in found if "custom_id" in one)
+    assert error["error"] == {"code": "server_error", "message": "TypeError: no such thing", "line": 2}
+    assert error["response"]["status_code"] == 500
+    assert len([one for one in found if one.get("text")]) == 2
 
 
 def test_a_killed_batch_goes_on(tmp_path, lm):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
+from jaxspec import methods
 from jaxspec.engine import buckets, memory
 from jaxspec.engine import scheduler as module
 from jaxspec.engine.scheduler import Scheduler
@@ -216,6 +219,65 @@ def test_requests_share_a_batch_if_their_programs_are_the_same(lm):
     for number, options in ids.items():
         if not {"temperature", "presence_penalty"} & options.keys():
             assert texts[number] == tiny.greedy(SHORT[0], options.get("max_new_tokens", BUDGET))
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """Returns a function: the number of requests of each session that takes turns, without running any."""
+    ran: list[Session] = []
+    monkeypatch.setattr(Session, "step", lambda session, rounds: ran.append(session) or [])
+
+    def counts(scheduler):
+        ran.clear()
+        while scheduler.step() or len(set(map(id, ran))) == len(ran):
+            pass
+        return [session.num_waiting for session in ran[:-1]]
+
+    return counts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted(methods.LayerSkip):
+    """Drafts with files that were fitted to texts of temperature 0.6."""
+
+    @property
+    def by_distribution(self):
+        return True
+
+    def build(self, target, resources):
+        wrong = [one for one in resources.distributions if one != "temperature-0.6"]
+        if wrong:
+            raise ValueError(f"there are no files for {wrong[0]}")
+        return super().build(target, resources)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Fitted(exit_layer=1),
+        methods.Hybrid(first="ngram", second=Fitted(exit_layer=1)),
+        methods.Auto(among=("ngram", Fitted(exit_layer=1))),
+        methods.Auto(among=(methods.Hybrid(second=Fitted(exit_layer=1)),)),
+    ],
+    ids=["alone", "hybrid", "auto", "hybrid in auto"],
+)
+def test_no_request_gets_the_files_of_another_distribution(lm, sessions, method):
+    """A request is refused after one that has files as it is before it; and one that has them joins its like."""
+    scheduler = Scheduler(lm)
+    for seed in (1, 2):
+        add(scheduler, SHORT[0], method=method, temperature=0.6, seed=seed)
+    for fresh in (scheduler, Scheduler(lm)):
+        with pytest.raises(ValueError, match="there are no files for temperature-1"):
+            add(fresh, SHORT[1], method=method, temperature=1.0)
+    assert sessions(scheduler) == [2]
+
+
+def test_exact_texts_have_programs_of_their_own(lm, sessions, monkeypatch):
+    monkeypatch.setattr(type(lm), "check_exact", lambda lm: None)
+    scheduler = Scheduler(lm)
+    for exact in (True, False, True):
+        add(scheduler, SHORT[0], method="autoregressive", exact=exact)
+    assert sessions(scheduler) == [2, 1]
 
 
 def test_seeds_and_copies(lm):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 
 import jaxspec
 from jaxspec import methods
-from jaxspec.cli.methods import options_of, usual_methods
+from jaxspec.cli.methods import options_of, parse_run, usual_methods
 from jaxspec.console.parsing import parse_as
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.heads.kinds import KINDS
@@ -171,12 +173,33 @@ def test_options_are_taken_as_their_types_say():
         ("ngram", {"num_draft_tokens": 129}, "num_draft_tokens is 129; give at most 128"),
         ("asd", {"gamma_beta1": -1.0}, "gamma_beta1 is -1.0; give a number from 0 to 1"),
         ("asd", {"adaptive_gamma": False, "gamma_edge": "code"}, "`gamma_edge` belongs to an adaptive γ"),
+        ("auto", {"among": 3}, "among is 3; give a text or several"),
+        ("auto", {"among": [None]}, "among[0] is None; give a text"),
+        ("auto", {"among": [["ngram"]]}, "among[0] is ['ngram']; give a text"),
+        ("auto", {"among": ["ngram", {}], "ngram_max": 3}, "among[1] is {}; give a text"),
+        ("auto", {"among": ["hybrid"], "first": 3}, "first is 3; give a text"),
+        ("hybrid", {"first": 0}, "first is 0; give a text"),
+        ("hybrid", {"second": [], "exit_layer": 1}, "second is []; give a text"),
+        ("hybrid", {"first": ""}, "unknown method ''; the methods are"),
     ],
 )
 def test_wrong_options_are_one_line(name, options, line):
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
         registry.make(name, options, ["max_new_tokens"])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", registry.built_in())
+def test_no_value_of_an_option_has_another_error(name):
+    """A file of prompts or a client may give any JSON value, to options of the parts too."""
+    values: list[object] = [3, -1, 1.5, True, "", "x", "auto", "hybrid", 2**70, float("nan"), "\ud800"]
+    values += [[], {}, [3], [None], [["ngram"]], [{}], {"name": "ngram"}, ["ngram", 3], ["auto", "hybrid"]]
+    method = registry.find(name)
+    options = {*method.options(), *(("first", "exit_layer", "ngram_max") if method.composite else ())}
+    parts = [{}, {"among": ["ngram", "hybrid"]}] if name == "auto" else [{}]
+    for given, value, others in itertools.product(options, values, parts):
+        with contextlib.suppress(ValueError):
+            registry.make(name, others | {given: value})
 
 
 @pytest.mark.full
@@ -193,6 +216,11 @@ def test_typed_and_named_methods_are_the_same():
         lm.generate([3, 4], method=methods.NGram(), ngram_max=2)
     with pytest.raises(ValueError, match=r"method is 3; give a name \(adaspeed, .*\), an instance of one of"):
         lm.generate([3], method=3)
+
+
+def test_an_option_that_is_repeated_names_all_parts():
+    among = methods.LayerSkip(exit_layer=3), methods.NGram()
+    assert parse_run("auto --among layerskip --among ngram --exit-layer 3") == methods.Auto(among=among)
 
 
 def test_what_compare_runs_by_itself():
