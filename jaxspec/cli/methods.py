@@ -151,6 +151,22 @@ def made(name: str, options: Any) -> Method:
     return registry.make(name, {option: one for option, one in values.items() if one != defaults[option]})
 
 
+def made_of(named: str | None, runs: Sequence[str]) -> dict[str, Method] | None:
+    """Returns the methods of --methods and --run, by the words that name each; None if none is given.
+
+    Raises:
+      ValueError: an unknown method or option, or an invalid value; one line.
+
+    Examples:
+      >>> made_of("ngram, suffix", ["layerskip --exit-layer 3"])
+      {'ngram': NGram(), 'suffix': Suffix(), 'layerskip --exit-layer 3': LayerSkip(exit_layer=3)}
+    """
+    if named is None and not runs:
+        return None
+    names = [] if named is None else [name.strip() for name in named.split(",")]
+    return {name: registry.make(name, {}) for name in names} | {words: parse_run(words) for words in runs}
+
+
 def parse_run(words: str) -> Method:
     """Returns the method of a value of --run, such as "layerskip --exit-layer 3".
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
 
-from jaxspec.cli.methods import parse_run, usual_methods
+from jaxspec.cli.methods import made_of, usual_methods
 from jaxspec.console.distributed import ProcessOptions
 from jaxspec.host.messages import shown
 from jaxspec.methods import Method, registry
@@ -141,12 +141,7 @@ class MethodsOptions:
         Raises:
           ValueError: an unknown method or option, or an invalid value; one line.
         """
-        if self.methods is None and not self.runs:
-            return None
-        names = [] if self.methods is None else [name.strip() for name in self.methods.split(",")]
-        return {name: registry.make(name, {}) for name in names} | {
-            words: parse_run(words) for words in self.runs
-        }
+        return made_of(self.methods, self.runs)
 
     def chosen(self, num_layers: int) -> dict[str, Method]:
         """Returns `made`, or the methods that need nothing but a model of so many layers."""

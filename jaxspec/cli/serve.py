@@ -8,7 +8,7 @@ import os
 import signal
 from typing import Any
 
-from jaxspec.cli.methods import made, method_field
+from jaxspec.cli.methods import made, made_of, method_field
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import tell
@@ -34,6 +34,9 @@ class Serve:
       request_timeout_seconds: the time limit of a request.
       shutdown_timeout_seconds: how long running requests may take after SIGTERM; then they get an error.
       prefix_cache: the memory for caches of texts, such as 512MB. Prompts that begin alike are then fed once.
+      methods: methods that requests may name, with commas between, each with its default options; the one of --method
+        is always allowed. Default without --run: all, with any options but files.
+      runs: a method that requests may name, with its options, as in "layerskip --exit-layer 3"; beside --methods.
       chat_template: a Jinja file, or vicuna, llama-2 or chatml, for a model that has none.
     """
 
@@ -46,6 +49,10 @@ class Serve:
     request_timeout_seconds: float = 600.0
     shutdown_timeout_seconds: float = 30.0
     prefix_cache: str | None = dataclasses.field(default=None, metadata={"metavar": "SIZE"})
+    methods: str | None = None
+    runs: tuple[str, ...] = dataclasses.field(
+        default=(), metadata={"option": "--run", "metavar": '"METHOD --OPTION ..."'}
+    )
     chat_template: str | None = None
     model: ModelOptions = ModelOptions()  # noqa: RUF009
     drafting: Any = None
@@ -60,7 +67,7 @@ class Serve:
             raise ValueError("jaxspec serve runs in one process; start one server for each model")
         key = self.api_key or os.environ.get("JAXSPEC_API_KEY") or None
         self._check(key, is_loopback(self.host))
-        method = made(self.method, self.drafting)
+        method, allowed = made(self.method, self.drafting), made_of(self.methods, self.runs)
         bound = run.bind(self.host, self.port)
         with bound:
             with Progress("loading the model"):
@@ -82,6 +89,7 @@ class Serve:
                 run.Limits(*limits),
                 method=method,
                 api_key=key,
+                allowed=None if allowed is None else tuple(allowed.values()),
                 address=address,
                 report=tell,
             )

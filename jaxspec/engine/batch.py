@@ -220,19 +220,22 @@ class Batch:
         options |= request.options
         if request.method is not None:
             options["method"] = registry.make(request.method, request.method_options)
-        variables = options.pop("chat_template_kwargs", None)
+        variables, context = options.pop("chat_template_kwargs", None), self._lm.config.context_length
         if request.is_chat:
             (messages,), _ = batch_of(None, self._with_system(list(request.messages)))
-            prompts = [self._lm.encode(messages, chat_template_kwargs=variables)]
+            prompts = [self._lm.encode(messages, chat_template_kwargs=variables, most_tokens=context)]
         else:
-            prompts = [self._lm.encode(one) if isinstance(one, str) else list(one) for one in request.prompts]
+            prompts = [
+                self._lm.encode(one, most_tokens=context) if isinstance(one, str) else list(one)
+                for one in request.prompts
+            ]
             if request.echo:
                 job.texts = [one if isinstance(one, str) else self._decoded(one) for one in request.prompts]
         requests = []
         for index, ids in enumerate(prompts):
             budget = options.get("max_new_tokens")
             if budget is None:
-                budget = max(1, min(request.default_budget, self._lm.config.context_length - len(ids)))
+                budget = max(1, min(request.default_budget, context - len(ids)))
             own = options | {"max_new_tokens": budget, "prompt": ids}
             requests += [own | {"stream": index * request.n + copy} for copy in range(request.n)]
         return requests

@@ -126,7 +126,11 @@ class Conversation:
         """
         (messages,), _ = batch_of(None, [*self.messages, {"role": "user", "content": text}])
         with needed():
-            prompt = self._lm.encode(messages, chat_template_kwargs=self._options.chat_template_kwargs)
+            prompt = self._lm.encode(
+                messages,
+                chat_template_kwargs=self._options.chat_template_kwargs,
+                most_tokens=self._lm.config.context_length,
+            )
             self._pieces.close()
             prefix = None if self._session is None else self._session.prefix()
             if prefix is not None and self._ran is not self._method:

@@ -316,6 +316,7 @@ class LanguageModel:
         *,
         chat: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Returns the token ids of a text, or of messages.
 
@@ -323,10 +324,12 @@ class LanguageModel:
           text: a text, or messages, which go through the chat template.
           chat: whether a text goes through the chat template too, as the message of a user.
           chat_template_kwargs: variables of the chat template.
+          most_tokens: a text with more bytes than so many tokens can have is refused before it is tokenised; None for
+            no limit.
 
         Raises:
-          ValueError: the model has no tokenizer or no chat template, the text is not valid UTF-8, or variables are
-            given for a text without a chat template.
+          ValueError: the model has no tokenizer or no chat template, the text is too long or not valid UTF-8, or
+            variables are given for a text without a chat template.
 
         Examples:
           >>> from jaxspec.testing import language_model
@@ -340,8 +343,8 @@ class LanguageModel:
             if not chat:
                 if chat_template_kwargs:
                     raise ValueError(_NO_TEMPLATE)
-                return self.tokenizer.encode(text)
-        return self.tokenizer.encode_chat(text, chat_template_kwargs)
+                return self.tokenizer.encode(text, most_tokens)
+        return self.tokenizer.encode_chat(text, chat_template_kwargs, most_tokens)
 
     # A str is a Sequence[str] too; type checkers take the first overload that fits.
     @overload
@@ -716,7 +719,12 @@ class LanguageModel:
         given = {name: getattr(options, name) for name in _DISTRIBUTION}
         requests = requests_of(
             batch,
-            functools.partial(self.encode, chat=chat, chat_template_kwargs=chat_template_kwargs),
+            functools.partial(
+                self.encode,
+                chat=chat,
+                chat_template_kwargs=chat_template_kwargs,
+                most_tokens=self.config.context_length,
+            ),
             self.config,
             max_new_tokens=options.max_new_tokens,
             min_new_tokens=options.min_new_tokens,

@@ -57,16 +57,19 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
             )
         (messages,), _ = batch_of(None, list(request.messages))
         variables = request.options.get("chat_template_kwargs")
-        return Prompts([lm.encode(messages, chat_template_kwargs=variables)], [""])
-    ids, texts = [], []
+        ids = lm.encode(messages, chat_template_kwargs=variables, most_tokens=lm.config.context_length)
+        return Prompts([ids], [""])
+    found, texts = [], []
     for prompt in request.prompts:
         if isinstance(prompt, str):
-            ids.append(lm.encode(prompt))
+            found.append(lm.encode(prompt, most_tokens=lm.config.context_length))
             texts.append(prompt)
         else:
-            ids.append(checked_ids(lm, "prompt", prompt))
+            found.append(checked_ids(lm, "prompt", prompt))
+            if request.echo:
+                _check_length(lm, request, prompt)
             texts.append(lm.tokenizer.decode(prompt) if request.echo else "")
-    return Prompts(ids, texts)
+    return Prompts(found, texts)
 
 
 def checked_ids(lm: LanguageModel, name: str, ids: Any) -> list[int]:
@@ -87,7 +90,12 @@ def checked_ids(lm: LanguageModel, name: str, ids: Any) -> list[int]:
 
 
 def rows_of(
-    lm: LanguageModel, request: ApiRequest, prompts: Prompts, method: Method, seed: int
+    lm: LanguageModel,
+    request: ApiRequest,
+    prompts: Prompts,
+    method: Method,
+    seed: int,
+    allowed: Sequence[Method] | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the arguments of `Scheduler.add` for each text to generate: the `n` texts of a prompt beside each other.
 
@@ -97,38 +105,56 @@ def rows_of(
       prompts: from `encoded`.
       method: the method of requests that name none.
       seed: the seed of requests that give none.
+      allowed: the methods, with their options, that a request may name beside `method`; None for all.
 
     Raises:
-      BadField: a prompt is empty or too long, the method or an option of it does not exist, or an option names a file.
+      BadField: a prompt is empty or too long, the method or an option of it does not exist or is not allowed, or an
+        option names a file.
     """
     options = {name: value for name, value in request.options.items() if name != "chat_template_kwargs"}
-    options |= {"method": _method(request) or method, "seed": options.get("seed", seed)}
+    options |= {"method": _method(request, method, allowed), "seed": options.get("seed", seed)}
     rows = []
     for index, ids in enumerate(prompts.ids):
-        context = lm.config.context_length
-        if not ids:
-            raise BadField("the prompt is empty; give at least one token", "prompt")
-        if len(ids) + (not request.only_echo) > context:
-            raise BadField(
-                f"the prompt has {len(ids)} tokens, the model's context is {context}; shorten it",
-                "messages" if request.is_chat else "prompt",
-            )
-        budget = min(request.default_budget, context - len(ids))
-        rows += (
-            []
-            if request.only_echo
-            else [
-                {"max_new_tokens": budget, **options, "prompt": list(ids), "stream": index * request.n + copy}
-                for copy in range(request.n)
-            ]
-        )
+        _check_length(lm, request, ids)
+        if request.only_echo:
+            continue
+        budget = min(request.default_budget, lm.config.context_length - len(ids))
+        rows += [
+            {"max_new_tokens": budget, **options, "prompt": list(ids), "stream": index * request.n + copy}
+            for copy in range(request.n)
+        ]
     return rows
 
 
-def _method(request: ApiRequest) -> Method | None:
-    """Returns the method that a request names; its options may not open files of the server."""
+def _check_length(lm: LanguageModel, request: ApiRequest, ids: Sequence[int]) -> None:
+    context = lm.config.context_length
+    if not ids:
+        raise BadField("the prompt is empty; give at least one token", "prompt")
+    if len(ids) + (not request.only_echo) > context:
+        raise BadField(
+            f"the prompt has {len(ids)} tokens, the model's context is {context}; shorten it",
+            "messages" if request.is_chat else "prompt",
+        )
+
+
+def _method(request: ApiRequest, default: Method, allowed: Sequence[Method] | None) -> Method:
+    """Returns the method of a request.
+
+    An allowed method has the operator's options; a request may repeat them. Where all methods are allowed, the options
+    of a request may not open files of the server.
+    """
     if request.method is None:
-        return None
+        return default
+    if allowed is not None:
+        for one in (default, *allowed):
+            if one.name == request.method and one.given | request.method_options == one.given:
+                return one
+        names = ", ".join(dict.fromkeys(one.name for one in (default, *allowed)))
+        raise BadField(
+            f"method is {shown({'name': request.method, **request.method_options})}; this server allows {names}, "
+            "without options of a request",
+            "method",
+        )
     files = _file_options()
     for name, value in request.method_options.items():
         # A draft model that comes with jaxspec is no secret, and `draft_vocab` may be a number.

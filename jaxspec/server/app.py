@@ -11,13 +11,14 @@ import ipaddress
 import secrets
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -31,13 +32,16 @@ from jaxspec.host.messages import shown
 from jaxspec.io.openai import CHAT, COMPLETIONS, ApiRequest, BadField, Responses, request_of
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method
-from jaxspec.server.answers import Answer, Prompts, checked_ids, encoded, rows_of
+from jaxspec.server.answers import Answer, checked_ids, encoded, rows_of
 from jaxspec.server.engine_thread import EngineThread
 from jaxspec.server.metrics import Metrics
 from jaxspec.server.refusals import EXPECTED, Refused, refused
 from jaxspec.server.responding import Exchange
 
+T = TypeVar("T")
 MAX_BODY_BYTES = 4 * 2**20
+# How long the body of a request may take.
+BODY_S = 30.0
 # nginx's status for a client that has gone; nobody reads it.
 _GONE = 499
 
@@ -65,6 +69,11 @@ def _is_local(netloc: str) -> bool:
         return False
 
 
+def _is_local_page(origin: str) -> bool:
+    """Whether the origin of a page, or a host, is a loopback one."""
+    return _is_local(origin.removeprefix("http://").removeprefix("https://"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Settings of the application.
@@ -75,11 +84,13 @@ class Settings:
         a local name are answered, and of pages in a browser only those of a local name: any page can send requests to
         this machine, also under another name.
       time_limit_s: the maximum number of seconds from a request to the end of its response.
+      allowed: the methods, with their options, that requests may name beside `method`; None for all.
     """
 
     method: Method
     api_key: str | None = None
     time_limit_s: float = 600.0
+    allowed: Sequence[Method] | None = None
 
 
 class Api:
@@ -121,8 +132,13 @@ class Api:
             ClientDisconnect: _respond,
             Exception: _respond,
         }
-        keyed = Middleware(_Keyed, key=self._settings.api_key)
-        return Starlette(routes=routes, exception_handlers=handlers, middleware=[keyed], lifespan=self._life)
+        middleware = [
+            Middleware(_LocalPages, allow_methods=["*"], allow_headers=["*"], expose_headers=["retry-after"]),
+            Middleware(_Keyed, key=self._settings.api_key),
+        ]
+        return Starlette(
+            routes=routes, exception_handlers=handlers, middleware=middleware, lifespan=self._life
+        )
 
     @contextlib.asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
@@ -176,20 +192,17 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """Returns the token ids of a `prompt` or of `messages`; `add_special_tokens` is true by default."""
+        api = None
         try:
             body = dict(await self._object(request))
             special = flag("add_special_tokens", body.pop("add_special_tokens", True))
             api = request_of(CHAT if "messages" in body else COMPLETIONS, body)
             self._check_model(api.model)
-            found = (await self._encoded(api)).ids
-            if len(found) != 1:
-                raise BadField(f"prompt has {len(found)} texts; give one", "prompt")
-            ids = list(found[0])
-            added = self._tokenizer.encode("")
-            if not special and ids[: len(added)] == added:
-                ids = ids[len(added) :]
+            if not api.is_chat and len(api.prompts) != 1:
+                raise BadField(f"prompt has {len(api.prompts)} texts; give one", "prompt")
+            ids = await self._in_thread(self._token_ids, api, special)
         except (ValueError, OSError) as error:
-            raise refused(error) from None
+            raise refused(error, api) from None
         return JSONResponse(
             {"count": len(ids), "max_model_len": self._lm.config.context_length, "tokens": ids}
         )
@@ -197,8 +210,8 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of `tokens`, special ones included, as the field `prompt`."""
         try:
-            ids = checked_ids(self._lm, "tokens", (await self._object(request)).get("tokens"))
-            return JSONResponse({"prompt": self._tokenizer.decode(ids, special=True)})
+            given = (await self._object(request)).get("tokens")
+            return JSONResponse({"prompt": await self._in_thread(self._decoded, given)})
         except (ValueError, OSError) as error:
             raise refused(error) from None
 
@@ -208,10 +221,11 @@ class Api:
         request, api = Request(scope, receive), None
         try:
             async with asyncio.timeout_at(deadline):
-                api = request_of(url, await self._body(request))
+                api = await asyncio.to_thread(request_of, url, await self._body(request))
                 self._check(api)
-                prompts = await self._encoded(api)
-                rows = rows_of(self._lm, api, prompts, self._settings.method, secrets.randbits(32))
+                prompts = await self._in_thread(encoded, self._lm, api)
+                method, allowed = self._settings.method, self._settings.allowed
+                rows = rows_of(self._lm, api, prompts, method, secrets.randbits(32), allowed)
                 if flag("exact", api.options.get("exact", False)):
                     await asyncio.wrap_future(self._checks.submit(self._lm.check_exact))
                 job = self._engine.submit(rows, prompts.ids if api.echo and api.logprobs else ())
@@ -235,8 +249,17 @@ class Api:
             said = f"model is {shown(name)}; this server has {shown(self._lm.name)}"
             raise Refused(404, said, "model", "model_not_found")
 
-    async def _encoded(self, api: ApiRequest) -> Prompts:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encoded, self._lm, api)
+    def _token_ids(self, api: ApiRequest, special: bool) -> list[int]:
+        ids = list(encoded(self._lm, api).ids[0])
+        added = self._tokenizer.encode("")
+        return ids if special or ids[: len(added)] != added else ids[len(added) :]
+
+    def _decoded(self, ids: Any) -> str:
+        return self._tokenizer.decode(checked_ids(self._lm, "tokens", ids), special=True)
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Returns the result of work with the tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work, *args)
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -252,13 +275,21 @@ class Api:
     async def _body(self, request: Request) -> Any:
         """Returns the value of a JSON body."""
         data = bytearray()
-        async with asyncio.timeout(self._settings.time_limit_s):
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > MAX_BODY_BYTES:
-                    raise Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less")
+        too_long = Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes; send less")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+            raise too_long
         try:
-            return parse_json(bytes(data))
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    data += chunk
+                    if len(data) > MAX_BODY_BYTES:
+                        raise too_long
+        except TimeoutError:
+            said = f"the body has not come within {BODY_S:g} seconds; send it again"
+            raise Refused(408, said, code="timeout") from None
+        try:
+            return await asyncio.to_thread(parse_json, bytes(data))
         except ValueError as error:
             raise BadField(f"the body is not valid JSON ({error})") from None
 
@@ -271,6 +302,14 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+
+class _LocalPages(CORSMiddleware):
+    """Tells browsers that pages of a local name may read answers; those of other names may not."""
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        """Whether a page of this origin may read answers."""
+        return _is_local_page(origin)
 
 
 class _Keyed:
@@ -290,12 +329,13 @@ class _Keyed:
         if self._key is None:
             for name, default in (b"host", b""), (b"origin", b"localhost"):
                 value = headers.get(name, default).decode("latin-1")
-                if not _is_local(value.removeprefix("http://").removeprefix("https://")):
+                if not _is_local_page(value):
                     said = f"the {name.decode()} is {shown(value)}"
                     return Refused(403, f"{said}; without an API key only local names are answered")
         elif scope["path"] != "/health":
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not hmac.compare_digest(given, self._key.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            is_right = hmac.compare_digest(given.strip(b" "), self._key.encode())
+            if not (is_right and scheme.lower() == b"bearer"):
                 said = "the API key is missing or wrong; send the header `Authorization: Bearer KEY`"
                 return Refused(401, said, code="invalid_api_key")
         return None

@@ -30,7 +30,9 @@ class Refused(Exception):
 
     def response(self) -> Response:
         """Returns the response."""
-        headers = {"retry-after": "1"} if self.status in (429, 503) else None
+        headers = {"retry-after": "1"} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers = {"www-authenticate": "Bearer"}
         return JSONResponse(self.body, self.status, headers)
 
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxspec.io.openai import ApiRequest, Part, Responses, joined
 from jaxspec.server.answers import Answer
-from jaxspec.server.engine_thread import Job
+from jaxspec.server.engine_thread import Job, News
 from jaxspec.server.metrics import metrics_of
 from jaxspec.server.refusals import EXPECTED, refused
 
@@ -61,13 +61,19 @@ class Exchange:
         try:
             async with asyncio.timeout_at(self.deadline):
                 async for news in self.job.news():
-                    for part in self.answer.parts(news):
+                    for part in await self._parts(news):
                         choices[part.index].append(part)
         except EXPECTED as error:
             raise refused(error, self.request) from None
         parts = [joined(own) for own in choices]
         body = self.responses.whole(parts, self.answer.usage(), metrics_of(self.job))
         await JSONResponse(body)(scope, _never, send)
+
+    async def _parts(self, news: News) -> list[Part]:
+        """Returns the parts of new pieces; texts of single tokens are decoded beside the event loop."""
+        if self.request.logprobs:
+            return await asyncio.to_thread(self.answer.parts, news)
+        return self.answer.parts(news)
 
     async def _stream(self, send: Send) -> None:
         stream = _Stream(send)
@@ -77,7 +83,7 @@ class Exchange:
                     if not stream.began:  # the scheduler has accepted the job
                         await stream.begin()
                         await stream.write(*self.responses.first_chunks())
-                    parts = self.answer.parts(news)
+                    parts = await self._parts(news)
                     await stream.write(*(chunk for part in parts for chunk in self.responses.chunks(part)))
                 await stream.write(*self.responses.last_chunks(self.answer.usage(), metrics_of(self.job)))
                 await stream.end()

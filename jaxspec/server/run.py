@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from jaxspec.console import interrupts
 from jaxspec.engine.language_model import LanguageModel
@@ -18,11 +19,22 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods import Method
 from jaxspec.server.answers import scores_of
 from jaxspec.server.app import Api, Settings
+from jaxspec.server.connections import Connection
 from jaxspec.server.engine_thread import EngineThread
 from jaxspec.server.metrics import Metrics
 
+# Connections that wait in the kernel.
+_BACKLOG = 2048
+# The bytes that the kernel keeps for a slow reader: with few, the server sees how much such a reader reads.
+_UNREAD_BYTES = 2**17
 # How much longer than the engine's limit the server waits at the end, for responses to be written.
 _LAST_WRITES_S = 2
+
+
+class _Listener(socket.socket):
+    def listen(self, backlog: int = 1) -> None:
+        """Lets connections wait in the kernel: more than asyncio accepts at once."""
+        super().listen(_BACKLOG)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -33,8 +45,9 @@ def bind(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
+        made = _Listener(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # connections inherit it
         made.bind(address)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -68,6 +81,7 @@ def serve(
     *,
     method: Method,
     api_key: str | None = None,
+    allowed: Sequence[Method] | None = None,
     address: str = "",
     report: Callable[[str], None] = lambda line: None,
 ) -> int | None:
@@ -77,7 +91,7 @@ def serve(
       lm: the model, with a tokenizer.
       bound: from `bind`.
       limits: see `Limits`.
-      method, api_key: see `app.Settings`.
+      method, api_key, allowed: see `app.Settings`.
       address: the address of the API, for `report`.
       report: called with a line when connections are accepted, when the first programs are compiled, and at the signal.
 
@@ -93,22 +107,31 @@ def serve(
         functools.partial(scores_of, lm),
         lambda: report(f"ready at {address}; Ctrl-C ends the server"),
     )
-    app = Api(lm, engine, metrics, Settings(method, api_key, limits.request_timeout_s)).app()
+    app = Api(lm, engine, metrics, Settings(method, api_key, limits.request_timeout_s, allowed)).app()
+    begins = f"{lm.name} is at {address}; requests wait while the first programs are compiled"
+    config = configuration(app, limits.shutdown_timeout_s)
+    server = Server(config, engine, limits.shutdown_timeout_s, begins, report)
+    server.run(sockets=[bound])
+    return server.signal
+
+
+def configuration(app: ASGIApp, shutdown_timeout_s: float) -> uvicorn.Config:
+    """Returns the settings of uvicorn for an application."""
     # With another loop than asyncio's, a second Ctrl-C would not end the process.
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         loop="asyncio",
-        http="h11",
+        http=Connection,
+        ws="none",
+        # asyncio accepts so many connections before a protocol learns of any, and writes as many tracebacks where there
+        # are no descriptors.
+        backlog=1,
         lifespan="on",
         log_level="error",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=round(limits.shutdown_timeout_s) + _LAST_WRITES_S,
+        timeout_graceful_shutdown=round(shutdown_timeout_s) + _LAST_WRITES_S,
     )
-    begins = f"{lm.name} is at {address}; requests wait while the first programs are compiled"
-    server = _Server(config, engine, limits.shutdown_timeout_s, begins, report)
-    server.run(sockets=[bound])
-    return server.signal
 
 
 def warm_scheduler(lm: LanguageModel, max_batch: int, method: Method) -> Scheduler:
@@ -120,7 +143,20 @@ def warm_scheduler(lm: LanguageModel, max_batch: int, method: Method) -> Schedul
     return scheduler
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
+    """uvicorn's server, which lets the engine finish its requests at the end.
+
+    Args:
+      config: from `configuration`.
+      engine: the engine.
+      timeout_s: how long requests may run after the signal.
+      begins: the line for `report` when connections are accepted.
+      report: called with a line.
+
+    Attributes:
+      signal: the number of the signal; None before.
+    """
+
     def __init__(
         self,
         config: uvicorn.Config,
@@ -134,10 +170,12 @@ class _Server(uvicorn.Server):
         self.signal: int | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept connections."""
         await super().startup(sockets)
         self._report(self._begins)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets the requests end, and closes the connections."""
         interrupts.is_first_line()  # this line replaces the one that a busy process writes
         count = self._engine.num_jobs
         self._report(

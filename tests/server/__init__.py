@@ -20,7 +20,7 @@ from jaxspec.engine.results import Piece, Result, Statistics, Token
 from jaxspec.engine.scheduler import Event, Scheduler
 from jaxspec.engine.text import RowText, row_text
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
-from jaxspec.methods import registry
+from jaxspec.methods import Method, registry
 from jaxspec.server.answers import scores_of
 from jaxspec.server.app import Api, Settings
 from jaxspec.server.engine_thread import EngineThread
@@ -143,6 +143,7 @@ def application(
     max_open: int = 16,
     time_limit_s: float = 60.0,
     key: str | None = None,
+    allowed: Sequence[Method] | None = None,
     lm: LanguageModel | None = None,
     score: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, EngineThread]:
@@ -152,7 +153,7 @@ def application(
     engine = EngineThread(
         make or (lambda: Scheduler(lm)), max_open, metrics, score or functools.partial(scores_of, lm)
     )
-    settings = Settings(registry.make("autoregressive", {}), key, time_limit_s)
+    settings = Settings(registry.make("autoregressive", {}), key, time_limit_s, allowed)
     return Api(lm, engine, metrics, settings).app(), engine
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 import urllib.parse
 
 import jax
 import pytest
 
+from jaxspec import methods
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Token
 from jaxspec.engine.text import row_text
@@ -430,13 +432,22 @@ def test_other_paths(http, lm):
 
 def test_a_key_and_the_host():
     with client(application(key="secret")[0]) as http:
-        for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secre"}):
-            answer = http.get("/v1/models", headers=header)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert (
-            http.get("/v1/models", headers={"authorization": "Bearer secret", "host": "x.org"}).status_code
-            == 200
-        )
+        for given in (
+            None,
+            "",
+            "Bearer",
+            "Bearer wrong",
+            "secret",
+            "Basic secret",
+            "Bearersecret",
+            "Bearer secret x",
+        ):
+            answer = http.get("/v1/models", headers={} if given is None else {"authorization": given})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), given
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for given in ("Bearer secret", "bearer secret", "BEARER  secret"):
+            answer = http.get("/v1/models", headers={"authorization": given, "host": "x.org"})
+            assert answer.status_code == 200
         assert http.get("/metrics").status_code == 401
         assert http.get("/health").status_code == 200
     with client(application()[0]) as http:
@@ -462,6 +473,121 @@ def test_a_key_and_the_host():
             "chrome-extension://localhost": 403,
         }.items():
             assert http.get("/v1/models", headers={"origin": origin}).status_code == status
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_pages_of_this_machine_may_read_answers(key):
+    """A browser asks before it sends a header such as Authorization, and asks without it."""
+    local, other = "http://localhost:3000", "https://evil.org"
+    asks = {"access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "authorization, content-type"
+    with client(application(key=key)[0]) as http:
+        for origin in (local, "http://127.0.0.1", "http://[::1]:8080"):
+            answer = http.options(URL, headers=asks | {"origin": origin})
+            assert answer.status_code == 200
+            allowed = answer.headers["access-control-allow-headers"]
+            assert {"authorization", "content-type"} <= set(allowed.lower().split(", "))
+            assert answer.headers["access-control-allow-origin"] == origin
+        for headers in ({"authorization": "Bearer secret"}, {"authorization": "wrong"}):
+            answer = http.get("/v1/models", headers=headers | {"origin": local})
+            assert answer.headers["access-control-allow-origin"] == local
+        for asked_by in (other, "http://localhost.evil.org", "null"):
+            for answer in (
+                http.options(URL, headers=asks | {"origin": asked_by}),
+                http.get("/v1/models", headers={"authorization": "Bearer secret", "origin": asked_by}),
+            ):
+                assert "access-control-allow-origin" not in answer.headers
+        assert "access-control-allow-origin" not in http.get("/health").headers
+
+
+def test_the_operator_may_restrict_methods_and_their_options():
+    ngram, layerskip = methods.NGram(ngram_max=3), methods.LayerSkip(exit_layer=1)
+    used = []
+
+    class Scheduler(FakeScheduler):
+        def add(self, **arguments):
+            used.append(arguments["method"])
+            return super().add(**arguments)
+
+    with client(application(Scheduler, allowed=[ngram, layerskip])[0]) as http:
+        for method, expected in (
+            (None, methods.Autoregressive()),
+            ("autoregressive", methods.Autoregressive()),
+            ("ngram", ngram),
+            ({"name": "ngram"}, ngram),
+            ({"name": "ngram", "ngram_max": 3}, ngram),
+            ("layerskip", layerskip),
+        ):
+            asked(http, URL, prompt="ab", max_tokens=2, method=method)
+            assert used[-1] == expected
+        for wrong in (
+            "suffix",
+            "auto",
+            {"name": "ngram", "ngram_max": 4},
+            {"name": "ngram", "num_draft_tokens": 3},
+            {"name": "ngram", "nonsense": 3},
+            {"name": "layerskip", "exit_layer": [1]},
+            {"name": "autoregressive", "x": 1},
+        ):
+            answer = http.post(URL, json={"prompt": "ab", "method": wrong})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "method")
+            assert "this server allows autoregressive, ngram, layerskip" in error["message"]
+    with client(application(Scheduler, allowed=[])[0]) as http:
+        assert http.post(URL, json={"prompt": "ab", "method": "ngram"}).status_code == 400
+        asked(http, URL, prompt="ab", max_tokens=2, method="autoregressive")
+    with client(application(Scheduler)[0]) as http:
+        asked(http, URL, prompt="ab", max_tokens=2, method={"name": "ngram", "ngram_max": 4})
+        assert used[-1] == methods.NGram(ngram_max=4)
+
+
+@pytest.fixture
+def tokenised(monkeypatch):
+    """The threads in which the tokenizer has worked so far, and the lengths of what it worked on."""
+    worked, library = [], type(model().tokenizer._loaded)
+
+    def recording(before):
+        def work(tokenizer, given, *args, **more):
+            worked.append((threading.current_thread().name, len(given)))
+            return before(tokenizer, given, *args, **more)
+
+        return work
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(library, name, recording(getattr(library, name)))
+    return worked
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        (URL, {"prompt": "ab " * 10000}, "prompt"),
+        (URL, {"prompt": ["a", "é" * 10000], "echo": True}, "prompt"),
+        (URL, {"prompt": [[3] * 512], "echo": True}, "prompt"),
+        (URL, {"prompt": ["a"] * 17}, "n"),
+        (CHAT, {"messages": [{"role": "user", "content": "ab " * 10000}]}, "messages"),
+        ("/tokenize", {"prompt": "ab " * 10000}, "prompt"),
+        ("/tokenize", {"prompt": ["ab", "cd"]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "ab " * 10000}]}, "messages"),
+    ],
+)
+def test_what_can_never_fit_is_refused_before_it_is_tokenised(http, tokenised, url, body, param):
+    answer = http.post(url, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert re.search("the model's context is 512|asks for 17 texts|has 2 texts; give one", error["message"])
+    assert max((length for _, length in tokenised), default=0) <= 1
+
+
+def test_no_route_uses_the_tokenizer_in_the_event_loop(http, tokenised):
+    asked(http, URL, prompt="ab cd", max_tokens=4, echo=True, temperature=0, logprobs=1)
+    asked(http, URL, prompt=[3, 4, 5], max_tokens=4, echo=True, logprobs=0)
+    chunks(http, CHAT, messages=MESSAGES, max_tokens=4, logprobs=True)
+    asked(http, "/tokenize", prompt="ab cd", add_special_tokens=False)
+    asked(http, "/detokenize", tokens=[3, 4, 5] * 1000)
+    assert {length for _, length in tokenised} >= {5, 3, 3000}
+    threads = {re.sub(r"[-_ ]?\d+.*", "", name) for name, _ in tokenised}
+    assert threads <= {"tokenizer", "engine", "asyncio"}  # the last is that of `asyncio.to_thread`
 
 
 @pytest.mark.parametrize("one", [99, 13, -1, True, 1.0, 2**70, "a", None])

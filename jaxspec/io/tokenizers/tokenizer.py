@@ -190,8 +190,17 @@ class Tokenizer:
         same: bool = self._loaded.get_vocab() == other._loaded.get_vocab()
         return same
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text, with one BOS in front if the tokenizer adds one."""
+    def encode(self, text: str, most_tokens: int | None = None) -> list[int]:
+        """Returns the token ids of a text, with one BOS in front if the tokenizer adds one.
+
+        Args:
+          text: the text.
+          most_tokens: a text with more bytes than so many tokens can have is refused before any work; None: no limit.
+
+        Raises:
+          ValueError: the text is too long, or cannot be encoded.
+        """
+        self._check_size(text, most_tokens)
         with failures(_CANNOT_ENCODE):
             return self._one_bos(self._loaded.encode(text))
 
@@ -217,7 +226,10 @@ class Tokenizer:
         return ChatTemplate(template, self.special_tokens) if template else None
 
     def encode_chat(
-        self, messages: str | Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Returns the token ids of a conversation, up to the place where the model's answer begins or continues.
 
@@ -225,9 +237,10 @@ class Tokenizer:
           messages: each with `role` and `content`; a string is one message of the user. If the last message is the
             assistant's, it is continued: the text that the template writes after its content is left out.
           variables: variables of the template, such as Qwen3's `enable_thinking`.
+          most_tokens: as for `encode`.
 
         Raises:
-          ValueError: the tokenizer has no chat template, or its template refuses the conversation.
+          ValueError: the tokenizer has no chat template, the template refuses it, or its text is too long.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -239,8 +252,26 @@ class Tokenizer:
             )
         go_on = bool(messages) and messages[-1].get("role") == "assistant"
         text = chat.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
+        self._check_size(text, most_tokens)
         with failures(_CANNOT_ENCODE):
             return self._one_bos(self._loaded.encode(text, add_special_tokens=False))
+
+    @functools.cached_property
+    def _most_bytes(self) -> int:
+        """The most bytes of a token: a vocabulary of bytes has one or two bytes of UTF-8 for each."""
+        return max(
+            (len(token.encode("utf-8", "surrogatepass")) for token in self._loaded.get_vocab()), default=1
+        )
+
+    def _check_size(self, text: str, most_tokens: int | None) -> None:
+        if most_tokens is None:
+            return
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if size > most_tokens * self._most_bytes:
+            raise ValueError(
+                f"the prompt has {size} bytes, the model's context is {most_tokens} tokens of at most "
+                f"{self._most_bytes} bytes; shorten the prompt"
+            )
 
     def _one_bos(self, ids: list[int]) -> list[int]:
         # A text or a template may contain the BOS that the tokenizer also adds.

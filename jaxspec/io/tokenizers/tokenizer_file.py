@@ -91,14 +91,15 @@ class FileTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` and `decode` would hold Python's lock, and with it all threads of a server.
+        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str:
         """Returns the text of token ids; spaces are never cleaned up."""
         assert not clean_up_tokenization_spaces
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
         """Returns the id of a token; None if there is none."""
