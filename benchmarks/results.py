@@ -50,7 +50,8 @@ CAUSES = {
     "`large` on average (2.1 of `small`), and with rule 2 .8 (.7). Twelve layers have fewer to spare than "
     "forty. And the search may leave out any MLP, two thirds of the bytes, which ASD does only for every "
     "m-th layer. Both models were trained with layer dropout, which Llama-2 was not. To tune ASD's numbers took longer "
-    "(66 to 97 s on `small`) than the search (5 s), which judges masks by agreement instead of by time.",
+    "(66 to 97 s on `small`, beside texts by `auto`) than the search (5 s), which judges masks by agreement instead of "
+    "by time.",
 }
 TIMES = {"times": "float32", "int8": "int8"}
 _HELD = {True: "yes", False: "no", None: "unclear"}

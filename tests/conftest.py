@@ -38,6 +38,12 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def no_default_method(monkeypatch):
+    """Refuses texts without a method: code that measures names its baseline, because the default may change."""
+    monkeypatch.setattr(registry, "DEFAULT", "no default in this test")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem():
     """Marks as `full` all rows of a test but those that `@pytest.mark.representatives(*ids)` names.

@@ -95,7 +95,11 @@ def speeds(lm: LanguageModel, options: Options) -> dict[str, Any]:
 
     def run_of(model: LanguageModel) -> Run:
         generate = functools.partial(
-            model.generate, max_new_tokens=options.max_new_tokens, temperature=0.0, ignore_eos=True
+            model.generate,
+            method="autoregressive",
+            max_new_tokens=options.max_new_tokens,
+            temperature=0.0,
+            ignore_eos=True,
         )
         return lambda prompt, turn: generate(prompt)
 

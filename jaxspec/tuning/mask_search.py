@@ -174,6 +174,8 @@ def _kinds(options: SearchOptions, space: MaskSpace) -> tuple[str, ...]:
 
 def _header(lm: LanguageModel, prompts: Sequence[Sequence[int]], options: SearchOptions) -> dict[str, Any]:
     """The inputs that every trial depends on."""
+    # Earlier versions measured speeds relative to `auto`; a log of theirs has no baseline.
+    baseline = {"baseline": "autoregressive"} if options.objective == "speed" else {}
     return {
         "format": FORMAT,
         "model": lm.fingerprint,
@@ -185,6 +187,7 @@ def _header(lm: LanguageModel, prompts: Sequence[Sequence[int]], options: Search
         "max_new_tokens": options.tokens,
         "seed": options.seed,
         "prompts": hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()[:16],
+        **baseline,
     }
 
 

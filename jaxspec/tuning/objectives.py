@@ -77,7 +77,7 @@ class Speed:
     def _runs(self, drafter: Method) -> dict[str, Run]:
         return {
             "drafted": lambda prompt, turn: self._generate(prompt, method=drafter),
-            "plain": lambda prompt, turn: self._generate(prompt),
+            "plain": lambda prompt, turn: self._generate(prompt, method="autoregressive"),
         }
 
     def __call__(self, drafter: Method) -> dict[str, Any]:

@@ -35,6 +35,8 @@ from jaxspec.tuning.tuning_options import SearchOptions
 from tests import tiny
 from tests.commands import CONFIG, write_tiny
 
+pytestmark = pytest.mark.usefixtures("no_default_method")
+
 DEEP = dataclasses.replace(tiny.TARGET, num_layers=4)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 COSTS = Costs(1.0, 1.5, 0.5, ((1, 11.0), (4, 12.0), (8, 13.0), (13, 15.0)))
@@ -222,7 +224,8 @@ def test_given_costs_are_not_measured_again(deep, monkeypatch, tmp_path):
 def test_texts_are_counted_as_they_come(deep):
     told = []
     texts = continuations(deep, PROMPTS, 6, told.append)
-    assert texts == [row.tokens for row in deep.generate(PROMPTS, max_new_tokens=6, temperature=0.0)]
+    written = deep.generate(PROMPTS, method="autoregressive", max_new_tokens=6, temperature=0.0)
+    assert texts == [row.tokens for row in written]
     total = len(PROMPTS)
     assert told == [f"generating the model's own text: {n} of {total} texts" for n in range(1, total + 1)]
 
@@ -345,7 +348,7 @@ def test_speed_is_measured_beside_plain_decoding(deep, tmp_path, monkeypatch):
     monkeypatch.setattr(
         deep,
         "generate",
-        lambda prompt, **options: calls.append(options.get("method")) or generate(prompt, **options),
+        lambda prompt, **options: calls.append(options["method"]) or generate(prompt, **options),
     )
 
     def watch(*told):
@@ -354,7 +357,7 @@ def test_speed_is_measured_beside_plain_decoding(deep, tmp_path, monkeypatch):
     found = run(deep, tmp_path / "log", watch, objective="speed", trials=3)
     assert list(found.trials) == ["bayesian"]
     assert len(set(compiled)) == 1
-    plans = [np.asarray(call.plan) if call is not None else None for call in calls]
+    plans = [np.asarray(call.plan) if call != "autoregressive" else None for call in calls]
     turns = [plans[at : at + 2] for at in range(0, len(plans), 2)]
     warm = len(PROMPTS) + 1  # the warm-up ends with the first prompt again
     assert len(turns) == warm + 3 * len(PROMPTS)
@@ -422,7 +425,7 @@ def test_the_command_writes_a_plan_that_the_method_finds(model, tmp_path, capfd)
     assert "bayesian" in shown
     assert "written to" in shown
     drafted = lm.generate("Once upon a time", method="draft-verify", max_new_tokens=8)
-    assert drafted.tokens == lm.generate("Once upon a time", max_new_tokens=8).tokens
+    assert drafted.tokens == lm.generate("Once upon a time", method="autoregressive", max_new_tokens=8).tokens
 
 
 @pytest.mark.usefixtures("known_costs")

@@ -33,6 +33,8 @@ from jaxspec.testing import language_model
 from tests import tiny
 from tests.commands import called
 
+pytestmark = pytest.mark.usefixtures("no_default_method")
+
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 TASKS = [Task("a/1", "a", ("Once",)), Task("a/2", "a", ("Upon",)), Task("b/1", "b", ("def f",))]
 KINDS = {"stories": ("Once", "Upon"), "code": ("def f", "def g")}
@@ -431,7 +433,9 @@ def test_accuracy():
 
 def test_a_margin_is_one_of_logits():
     lm = tiny.language_model()
-    text = lm.generate([3, 4], max_new_tokens=6, temperature=0, ignore_eos=True).tokens
+    text = lm.generate(
+        [3, 4], method="autoregressive", max_new_tokens=6, temperature=0, ignore_eos=True
+    ).tokens
     for at, token in enumerate(text):
         gaps = [suite.margin(lm, [3, 4, *text[:at]], token, other) for other in range(13)]
         assert min(gaps) == 0.0 == gaps[token]

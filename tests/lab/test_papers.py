@@ -187,7 +187,7 @@ def test_a_model_that_does_not_need_its_depth_is_cut(tmp_path):
     assert found.name == "plain, cut to 1 layers"
     assert [model.config.num_layers for model in found.models] == [1]
     alone = found.peers[found.name]([3, 4], 0)
-    assert alone.tokens == found.models[0].generate([3, 4], max_new_tokens=4).tokens
+    assert alone.tokens == found.models[0].generate([3, 4], method="autoregressive", max_new_tokens=4).tokens
     path.write_text(json.dumps(fitness(lm, [3.0, 2.9]) | {"model": "f00d"}))
     with pytest.raises(ValueError, match=r"fitness\.json belongs to another model"):
         cut()
@@ -198,7 +198,8 @@ def test_the_ideal_stop_drafts_nothing_wrong_after_the_first():
     lm = tiny.language_model()
     with Workbench(lm, PaperOptions(max_new_tokens=16)) as bench:
         found = baselines.ideal_exit(bench, 1)([3, 4], 0)
-    assert found.tokens == lm.generate([3, 4], max_new_tokens=16, temperature=0.0).tokens
+    plain = lm.generate([3, 4], method="autoregressive", max_new_tokens=16, temperature=0.0)
+    assert found.tokens == plain.tokens
     histogram = found.statistics.acceptance_histogram
     drafted = found.statistics.num_draft_tokens - found.statistics.num_accepted_tokens
     assert drafted == histogram[0]  # only a draft's first token may be wrong

@@ -100,7 +100,7 @@ def test_texts_end_at_their_end_of_text_token(lm, exits):
     ends = [int(record.end) for record in exits]
     assert min(ends) < NEW
     for prompt, end in zip(PROMPTS, ends, strict=True):
-        tokens = lm.generate([prompt], max_new_tokens=NEW)[0].tokens
+        tokens = lm.generate([prompt], method="autoregressive", max_new_tokens=NEW)[0].tokens
         assert len(tokens) == end
         assert tokens[-1] in ENDS or end == NEW
 

@@ -14,6 +14,7 @@ from jaxspec.bench import prompts, speed
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.methods import registry
 from jaxspec.model import llama
 from jaxspec.tuning import objectives
 from jaxspec.tuning.texts import read_prompts
@@ -47,10 +48,10 @@ class Clock:
     def compiled_early(self):
         return contextlib.nullcontext()
 
-    def generate(self, prompt, method=None, **given):
+    def generate(self, prompt, *, method, **given):
         self.calls.append((prompt, method, given))
         tokens, plain_ms, ms = self.texts[prompt]
-        return result(tokens, plain_ms if method is None else ms)
+        return result(tokens, plain_ms if method == "autoregressive" else ms)
 
 
 def test_a_score_is_all_tokens_in_all_time():
@@ -64,10 +65,27 @@ def test_a_score_is_all_tokens_in_all_time():
     # As the suite generates: texts end where the model ends them.
     assert all(given == {"max_new_tokens": 101, "temperature": 0.0} for _, _, given in lm.calls)
     # Each prompt by both, there and back.
-    order = [(prompt, method is not None) for prompt, method, _ in lm.calls[8:]]
+    order = [(prompt, method) for prompt, method, _ in lm.calls[8:]]
     assert [prompt for prompt, _ in order] == ["long", "long", "short", "short", "shorter", "shorter"]
     assert order[0][1] != order[1][1]
     assert order[0][1] != order[2][1]
+
+
+@pytest.mark.full
+def test_the_baseline_is_plain_decoding_whatever_the_default_is(monkeypatch):
+    monkeypatch.setattr(registry, "DEFAULT", "auto")
+    lm, drafted_by = deep(), []
+    generate = lm.generate
+
+    def recorded(prompt, **given):
+        made = generate(prompt, **given)
+        drafted_by.append(made.drafted_by)
+        return made
+
+    lm.generate = recorded
+    objectives.Speed(lm, [[3, 4, 5]], 6, (LayerSkip(lm.config, 1), None))
+    assert len(drafted_by) == 4
+    assert drafted_by.count("autoregressive") == 2
 
 
 def test_texts_of_one_token_have_no_score():
@@ -152,7 +170,7 @@ def test_the_oracle_drafts_what_is_accepted_and_no_more():
     model = deep()
     for text in ("abc", "cde"):
         prompt = model.encode(text)
-        plain = model.generate(prompt, max_new_tokens=24, ignore_eos=True)
+        plain = model.generate(prompt, method="autoregressive", max_new_tokens=24, ignore_eos=True)
         for exit_layer in (1, 2):
             draft = (model.config.truncated(exit_layer), llama.truncate(model.params, exit_layer))
             rule = oracle(model, prompt, plain.tokens, draft, 24)

@@ -10,6 +10,8 @@ import pytest
 from tests.commands import CONFIG, write_model, write_tokenizer
 from training import depth
 
+pytestmark = pytest.mark.usefixtures("no_default_method")
+
 
 @pytest.mark.full
 def test_losses_by_exit_and_the_speed_of_the_cut_model(tmp_path, capsys):
