@@ -176,10 +176,10 @@ def chat_of(options: JobOptions) -> conversations.Chat:
 
 
 def document_marks(config: LlamaConfig, source: Path | None) -> bpe_tokenizer.Marks:
-    """Returns the tokens that begin and end every document, (BOS, EOS).
+    """Returns the token that begins every document, or None, and the tokens that end texts.
 
     Args:
-      config: contains both token ids.
+      config: contains their ids.
       source: the directory or GGUF file of the model's tokenizer; None for a tokenizer that is learned here.
 
     Returns:
@@ -194,4 +194,4 @@ def document_marks(config: LlamaConfig, source: Path | None) -> bpe_tokenizer.Ma
     bos = config.bos_token_id
     if source is not None and tokenizer_files.load_tokenizer(source).encode("")[:1] != [bos]:
         bos = None
-    return bos, config.eos_token_ids[0]
+    return bos, config.eos_token_ids

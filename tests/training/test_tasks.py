@@ -201,7 +201,7 @@ def test_of_a_task_only_the_completion_is_learned(tmp_path):
     assert [span.learn for span in first.spans] == [False, True]
     assert first.origin
     words = bpe_tokenizer.train([document.text for document in documents], 300)
-    (encoded,) = bpe_tokenizer.encode_documents(words, [first], 0, 1)
+    (encoded,) = bpe_tokenizer.encode_documents(words, [first], 0, [1])
     assert words.decode(encoded.tokens[encoded.learn].tolist()) == first.spans[1].text
     assert encoded.learn[-1]
     assert not encoded.learn[0]

@@ -118,7 +118,7 @@ def test_the_end_of_a_completion_that_was_cut_off_is_not_learned(tmp_path):
     learned = []
     for more in ({}, {"ended": True}, {"ended": False}):
         documents = read(write_lines(tmp_path / "a.jsonl", [record | more]))
-        (encoded,) = bpe_tokenizer.encode_documents(words, documents, 0, 1)
+        (encoded,) = bpe_tokenizer.encode_documents(words, documents, 0, [1])
         learned.append(encoded.learn.tolist())
         assert encoded.tokens[-1] == 1
     assert learned[0] == learned[1] == [*learned[2][:-1], True]
@@ -271,7 +271,9 @@ def test_the_number_of_tokens_is_estimated_from_a_sample(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"text": STORY[: 20 + n % 100]} for n in range(1000)])
     kinds = {"long": read(file), "tasks": read("tasks:sums:300")}
     words = bpe_tokenizer.train([STORY], 300)
-    encoded = [one for part in kinds.values() for one in bpe_tokenizer.encode_documents(words, part, None, 1)]
+    encoded = [
+        one for part in kinds.values() for one in bpe_tokenizer.encode_documents(words, part, None, [1])
+    ]
     tokens = sum(len(one.tokens) for one in encoded)
     assert bpe_tokenizer.estimated_tokens(words, kinds) == pytest.approx(tokens, rel=0.05)
 
@@ -392,7 +394,9 @@ def test_no_prompt_is_there_twice():
 def test_spans_say_which_tokens_to_learn():
     words = bpe_tokenizer.train([STORY], 300)
     document = formats.Document((formats.Span("é Tim", learn=False), formats.Span(" had a ball.</s>")), "x")
-    (encoded,) = bpe_tokenizer.encode_documents(words, [document], bpe_tokenizer.BOS_ID, bpe_tokenizer.EOS_ID)
+    (encoded,) = bpe_tokenizer.encode_documents(
+        words, [document], bpe_tokenizer.BOS_ID, [bpe_tokenizer.EOS_ID]
+    )
     first = words.encode("é Tim", add_special_tokens=False).ids
     second = words.encode(" had a ball.", add_special_tokens=False).ids
     # The end is spelled out by the text, and not put a second time.
@@ -410,7 +414,9 @@ def test_spans_are_tokens_of_one_text(cut):
     words.train_from_iterator(["USER:", "Hi", "ASSISTANT:", "Hello"], trainer)
     text = "USER: Hi ASSISTANT: Hello"
     document = formats.Document((formats.Span(text[:cut], learn=False), formats.Span(text[cut:])), "x")
-    (encoded,) = bpe_tokenizer.encode_documents(words, [document], bpe_tokenizer.BOS_ID, bpe_tokenizer.EOS_ID)
+    (encoded,) = bpe_tokenizer.encode_documents(
+        words, [document], bpe_tokenizer.BOS_ID, [bpe_tokenizer.EOS_ID]
+    )
     found = [words.id_to_token(index) for index in encoded.tokens]
     assert found == ["<s>", "▁USER:", "▁Hi", "▁ASSISTANT:", "▁Hello", "</s>"]
     # A token over the border is one of the span in which it ends.
@@ -443,23 +449,77 @@ def test_a_document_that_spells_out_its_marks_gets_no_second_ones():
     words = bpe_tokenizer.train([STORY], 300)
     documents = [formats.Document((formats.Span(text, learn=False),), "x") for text in ("<s>Tim</s>", "Tim")]
     spelt, plain = bpe_tokenizer.encode_documents(
-        words, documents, bpe_tokenizer.BOS_ID, bpe_tokenizer.EOS_ID
+        words, documents, bpe_tokenizer.BOS_ID, [bpe_tokenizer.EOS_ID]
     )
     assert spelt.tokens.tolist() == plain.tokens.tolist()
     assert not spelt.learn.any()
     assert not plain.learn.any()
 
 
+TURNS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}END{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}END{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "learned", "last"),
+    [
+        (TURNS.replace("END", "<|im_end|>\n"), ["<|im_end|>"], "Hi.<|im_end|>", "\n"),
+        (TURNS.replace("END", "<|im_end|>\n"), ["</s>", "<|im_end|>"], "Hi.<|im_end|>", "\n"),
+        (TURNS.replace("END", "<|im_end|></s>"), ["<|im_end|>", "</s>"], "Hi.<|im_end|>", "</s>"),
+        (TURNS.replace("END", "</s>"), ["</s>"], "Hi.</s>", "</s>"),
+        (TURNS.replace("END", "\n"), ["</s>", "<|im_end|>"], "Hi.\n", "</s>"),
+        (MARKED.replace("END", "<|im_end|>\n"), ["<|im_end|>"], "Hi.", "\n"),
+    ],
+    ids=["one end", "two ends", "a second one in the template", "the usual one", "none", "outside of the answer"],
+)  # fmt: skip
+def test_an_answer_is_learned_up_to_the_token_that_ends_it(tmp_path, template, ends, learned, last):
+    words = bpe_tokenizer.train(["[user] Hi. [assistant]"], 300)
+    words.add_special_tokens(["<|im_end|>"])
+    ends = [words.token_to_id(end) for end in ends]
+    talk = conversation(("human", "A"), ("gpt", "Hi."), ("human", "B"), ("gpt", "Hi."))
+    chat = conversations.Chat(template)
+    documents = reading.read(str(write_lines(tmp_path / "a.jsonl", [talk])), formats.AUTO, chat, False)
+    (encoded,) = bpe_tokenizer.encode_documents(words, documents, None, ends)
+    # Where the template has no end of its own, one document end follows the last answer.
+    end = "</s>" if last == "</s>" and learned == "Hi.\n" else ""
+    found = words.decode(encoded.tokens[encoded.learn].tolist(), skip_special_tokens=False)
+    assert found == 2 * learned + end
+    assert words.decode(encoded.tokens[-1:].tolist(), skip_special_tokens=False) == last
+
+
+@pytest.mark.parametrize(
+    ("text", "learned"),
+    [
+        ("Hi.<|im_end|>\n", "Hi.<|im_end|>"),
+        ("Hi.<|im_end|>", "Hi.<|im_end|>"),
+        ("Hi.<|im_end|>\nHo.", "Hi.<|im_end|>\nHo.</s>"),
+        ("Hi.", "Hi.</s>"),
+    ],
+)
+def test_a_text_with_an_end_of_its_own_gets_no_second_one(text, learned):
+    words = bpe_tokenizer.train(["Hi. Ho."], 300)
+    words.add_special_tokens(["<|im_end|>"])
+    document = formats.Document((formats.Span("Q", learn=False), formats.Span(text)), "x")
+    (encoded,) = bpe_tokenizer.encode_documents(words, [document], None, [1, words.token_to_id("<|im_end|>")])
+    assert words.decode(encoded.tokens[encoded.learn].tolist(), skip_special_tokens=False) == learned
+
+
 def test_a_document_begins_as_a_prompt_does(tmp_path):
     directory = write_model(tmp_path)
     write_tokenizer(directory)
-    assert document_marks(CONFIG, directory) == (0, 1)
-    assert document_marks(CONFIG, None) == (0, 1)
+    assert document_marks(CONFIG, directory) == (0, (1,))
+    assert document_marks(CONFIG, None) == (0, (1,))
     # As SmolLM2's: its config names a BOS, and its tokenizer puts none before a text.
     file = directory / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
     marks = document_marks(CONFIG, directory)
-    assert marks == (None, 1)
+    assert marks == (None, (1,))
     document = formats.Document((formats.Span("Once"),), "x")
     (encoded,) = bpe_tokenizer.encode_documents(bpe_tokenizer.load(directory), [document], *marks)
     assert encoded.tokens.tolist() == [*load_tokenizer(directory).encode("Once"), 1]

@@ -403,6 +403,6 @@ def test_the_data_of_a_small_file_suffice_for_what_is_chosen(folder):
     characters = sum(len(one.text) for one in documents[0]["text"])
     options, _ = options.settled(characters, {})
     start = start_model(options, documents[0], resumed=False)
-    encoded = bpe_tokenizer.encode_documents(start.words, documents[0]["text"], 0, 1)
+    encoded = bpe_tokenizer.encode_documents(start.words, documents[0]["text"], 0, [1])
     windows = packing.pack(encoded, options.data.window)
     assert len(windows["tokens"]) >= options.data.batch

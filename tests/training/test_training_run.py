@@ -179,7 +179,7 @@ def test_the_export_is_the_best_checkpoint(folder, whole):
     held_out = packing.split(reading.read(str(folder / "text.txt"), "text", conversations.Chat(), False), 6)[
         1
     ]
-    encoded = bpe_tokenizer.encode_documents(words, held_out, bpe_tokenizer.BOS_ID, bpe_tokenizer.EOS_ID)
+    encoded = bpe_tokenizer.encode_documents(words, held_out, bpe_tokenizer.BOS_ID, [bpe_tokenizer.EOS_ID])
     nothing = base.Given(jnp.int32(0), jax.random.key(0))
     total, weight = base.next_token(config)(params, packing.pack(encoded, 32), nothing)
     best = min(one[3] for one in whole if one[3] is not None)

@@ -22,8 +22,8 @@ from training.data.packing import Encoded
 
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
-# The token that begins a document, or None, and the token that ends it.
-Marks = tuple[int | None, int]
+# The token that begins a document, or None, and the tokens that end texts; the first one ends documents without one.
+Marks = tuple[int | None, tuple[int, ...]]
 # 256 bytes and two special tokens; a smaller vocabulary cannot encode every text.
 SMALLEST_VOCABULARY = 258
 # Characters on which a tokenizer is trained, divided over the task types by weight.
@@ -145,30 +145,46 @@ def estimated_tokens(tokenizer: Tokenizer, kinds: Mapping[str, Sequence[Document
 
 
 def encode_documents(
-    tokenizer: Tokenizer, documents: Iterable[Document], bos: int | None, eos: int
+    tokenizer: Tokenizer, documents: Iterable[Document], bos: int | None, ends: Sequence[int]
 ) -> Iterator[Encoded]:
-    """Tokenises documents, with `bos` (if any) before and `eos` after each, and marks the learned tokens.
+    """Tokenises documents, with `bos` (if any) before and `ends[0]` after each, and marks the learned tokens.
 
     A document is encoded as a whole, as it is at inference. A token that crosses a span's border belongs to the span
-    in which it ends. `bos` and `eos` are not added to a document whose text already contains them.
+    in which it ends. `bos` is not added to a document that begins with it, and `ends[0]` not to one that has its end:
+    a conversation with a token of `ends` in or after its last answer, or another text with nothing but white space
+    after such a token. The model stops at such a token, so what follows it in an answer of a conversation, or as white
+    space at the end of a text, is not learned.
     """
     left = iter(documents)
     while some := list(itertools.islice(left, _AT_ONCE)):
         encoded = tokenizer.encode_batch([document.text for document in some], add_special_tokens=False)
-        yield from (_marked(*pair, bos, eos) for pair in zip(some, encoded, strict=True))
+        yield from (_marked(*pair, bos, ends) for pair in zip(some, encoded, strict=True))
 
 
-def _marked(document: Document, whole: Encoding, bos: int | None, eos: int) -> Encoded:
+def _marked(document: Document, whole: Encoding, bos: int | None, ends: Sequence[int]) -> Encoded:
     """Adds the marks to the tokens of a document."""
-    ids = list(whole.ids)
     borders = np.cumsum([len(span.text) for span in document.spans])
     last = [max(0, end - 1) for _, end in whole.offsets]
-    learn = [document.spans[index].learn for index in np.searchsorted(borders, last, side="right")]
-    # A chat template may already write the marks.
+    within = np.searchsorted(borders, last, side="right")
+    learn = np.array([span.learn for span in document.spans], bool)[within]
+    stops = np.isin(np.array(whole.ids, np.int32), ends)
+    if document.chat:
+        answers = [number for number, span in enumerate(document.spans) if span.learn]
+        for number in answers:
+            own = np.flatnonzero(within == number)
+            found = np.flatnonzero(stops[own])
+            if len(found):
+                learn[own[found[0] + 1 :]] = False
+        ended = bool(stops[within >= answers[-1]].any())
+    else:
+        at = max(np.flatnonzero(stops), default=-1)
+        ended = at >= 0 and not document.text[whole.offsets[at][1] :].strip()
+        learn[at + 1 :] &= not ended
+    ids, learned = list(whole.ids), learn.tolist()
     if bos is not None and ids[:1] != [bos]:
         ids.insert(0, bos)
-        learn.insert(0, document.spans[0].learn)
-    if ids[-1] != eos:
-        ids.append(eos)
-        learn.append(document.spans[-1].learn)
-    return Encoded(np.array(ids, np.int32), np.array(learn, bool))
+        learned.insert(0, document.spans[0].learn)
+    if not ended:
+        ids.append(ends[0])
+        learned.append(document.spans[-1].learn)
+    return Encoded(np.array(ids, np.int32), np.array(learned, bool))

@@ -175,13 +175,17 @@ def data_key(
     options: DataOptions, documents: tuple[Kinds, Kinds], words: Tokenizer, marks: bpe_tokenizer.Marks
 ) -> str:
     """Hashes everything that determines the packed windows: text, tokenizer, marks and window."""
-    texts = hashlib.sha256()
+    texts, chats = hashlib.sha256(), False
     for kinds in documents:
         for kind, part in kinds.items():
             texts.update(f"\0{kind}\0".encode())
             for document in part:
                 texts.update(repr(document.spans).encode())
-    about = [words.to_str(), marks, options.window, texts.hexdigest()]
+                chats |= document.chat
+    bos, ends = marks
+    # A run of plain texts with one end token has the same windows as in earlier versions, and may be resumed.
+    about = [words.to_str(), (bos, ends[0]), options.window, texts.hexdigest()]
+    about += [ends] if chats or len(ends) > 1 else []
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
@@ -200,7 +204,7 @@ def packed(
       run: the run directory.
       documents: training and held-out documents, from `read_kinds`.
       words: the tokenizer.
-      marks: the tokens that begin and end every document.
+      marks: the token that begins every document, and those that end texts.
       key: from `data_key`; stored windows with another key are made again.
     """
 
