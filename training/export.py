@@ -26,6 +26,7 @@ from training.loop.checkpoints import Checkpoints
 from training.option_files import parse_plain
 from training.reports import card, metrics
 from training.run import CHECKPOINTS, read_run
+from training.run_options import Written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +37,19 @@ class Options:
       run: the run directory of a training command, finished or in progress.
       output: the directory to write.
       samples: number of texts to write into the card after each prompt.
+      dtype: dtype of the written weights. Default: that of the run, for which its held-out loss is measured.
     """
 
     run: Path
     output: Path
     samples: int = 2
+    dtype: Written | None = None
 
 
-def export(run: Path, output: Path, samples: int, report: Callable[[str], None]) -> tuple[int, float]:
-    """Writes config, bfloat16 weights, tokenizer and card of the best checkpoint.
+def export(
+    run: Path, output: Path, samples: int, report: Callable[[str], None], dtype: str | None = None
+) -> str:
+    """Writes config, generation config, weights, tokenizer and card of the best checkpoint.
 
     If the model had not yet grown to its full depth at that checkpoint, the shallower model is written.
 
@@ -53,9 +58,11 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
       output: the directory to write.
       samples: number of texts to write into the card after each prompt.
       report: receives a line for each damaged checkpoint, which is skipped.
+      dtype: dtype of the written weights; None for that of the run.
 
     Returns:
-      the step and the held-out loss (nats per token) of the checkpoint.
+      one line for the user: the step, the dtype, and the held-out loss (nats per token) with the dtype of the weights
+      for which it was measured, if that is another one.
 
     Raises:
       ValueError: `run` is not a run directory, or has no checkpoint yet.
@@ -65,26 +72,39 @@ def export(run: Path, output: Path, samples: int, report: Callable[[str], None])
     config = huggingface.read_config(run)
     with Checkpoints(run / CHECKPOINTS, read_only=True) as checkpoints:
         params, step, measured = checkpoints.best(report)
+    # Earlier versions wrote bfloat16, and measured the weights before they were rounded.
+    options = record["options"]
+    measured_in, usual = options.get("dtype", options["weights"]), options.get("dtype", "bfloat16")
+    dtype = dtype or usual
+    of = "" if measured_in == dtype else f" in {measured_in}"
+    loss = f"{measured['held_out_loss']:.4f}{of}"
+    line = f"wrote step {step} in {dtype}, held-out loss {loss}, to {output}"
     if not processes.is_first():
-        return step, measured["held_out_loss"]
+        return line
     config = config.truncated(len(params["layers"]))
     trained_for = huggingface.read_trained_for(run, config)
     outputs.claim(output, run, record.get("identity", {}))
-    huggingface.save(output, config, params, dtype=jnp.bfloat16, trained_for=trained_for)
+    generation = huggingface.generation_defaults(run)
+    huggingface.save(
+        output, config, params, dtype=jnp.dtype(dtype), generation=generation, trained_for=trained_for
+    )
     copy_files(run, output)
     del params  # its devices are needed for the model that was written
     lm = load(output, dtype="float32", mesh=state_sharding.decoding_mesh(config))
     words = bpe_tokenizer.load(output)
-    held_out = held_out_texts(run, record["options"]["data"]["held_out_rows"])
+    held_out = held_out_texts(run, options["data"]["held_out_rows"])
     texts = {
         prompt: card.sample(lm.config, lm.params, words, samples, prompt)
         for prompt in card.prompts_for(held_out, words)
     }
     fit = fitness_bench.measure(lm, held_out)
     files.write_json(output / fitness_bench.FITNESS_NAME, fit)
-    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, fit)
+    weights = f"{dtype}, trained in {options['weights']}"
+    if of:
+        weights += f"; the held-out losses are those of the weights{of}"
+    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, fit, weights)
     files.write_atomic(output / "README.md", text)
-    return step, measured["held_out_loss"]
+    return line
 
 
 def held_out_texts(run: Path, rows: int) -> dict[str, fitness.Texts]:
@@ -99,8 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
     def work(options: Options, console: Console) -> None:
-        step, loss = export(options.run, options.output, options.samples, console.print)
-        console.print(f"wrote step {step}, held-out loss {loss:.4f}, to {options.output}")
+        console.print(export(options.run, options.output, options.samples, console.print, options.dtype))
 
     return command.run("training.export", Options, work, arguments, parse_plain)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -83,8 +84,7 @@ def train(
         result, exits = _run_loop(options, objective, documents, module, typed, console)
         if options.output is not None and result.exports:
             # Every process reads its part of the checkpoint; the first one writes.
-            best, best_loss = export.export(directory, options.output, options.samples, console.print)
-            console.print(f"wrote step {best}, held-out loss {best_loss:.4f}, to {options.output}")
+            console.print(export.export(directory, options.output, options.samples, console.print))
         if options.plot and result.exports and processes.is_first():
             drawn = curves.draw(directory)
             why = "" if exits else " (acceptance is measured where there are exits)"
@@ -105,6 +105,7 @@ def _run_loop(
     given = start.given_tokenizer(options)
     tokenizer = None if given is None else bpe_tokenizer.load(given)
     options, resumed = settle(options, documents[0], tokenizer, console)
+    options = dataclasses.replace(options, dtype=start.written_dtype(options))
     begun = start.start_model(options, documents[0], resumed)
     aim = objective(options, begun)
     marks = start.document_marks(begun.config, start.given_tokenizer(options))
@@ -123,6 +124,8 @@ def _run_loop(
         windows, held_out = sources.packed(options.data, directory, documents, begun.words, marks, key)
     content = config_json.config_json(begun.config, "float32", aim.trained_for)
     files.write_json(directory / "config.json", content)
+    kept = config_json.generation_config_json(begun.config, start.generation_defaults(options))
+    files.write_json(directory / config_json.GENERATION, kept)
     parameters, exits = llama.num_params(begun.config), list(aim.exits)
     more = {"exits": exits, "places": begun.mesh.shape["data"]}
     console.print(run.record(options, same, parameters, windows, held_out, documents[0], typed, **more))
@@ -132,7 +135,7 @@ def _run_loop(
         begun.params,
         begun.config.vocab_size,
         None if aim.target is None else aim.target[1],
-        evaluation.make_measure(begun.config, aim.exits, aim.judged, aim.target, aim.part),
+        evaluation.make_measure(begun.config, options.dtype, aim.exits, aim.judged, aim.target, aim.part),
         (windows, held_out),
         console,
         options.held,

@@ -20,6 +20,8 @@ from training.loop.training_loop import LoopOptions
 SCRATCH = "scratch"
 RematPolicy = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 TargetWeights = Literal["auto", "float32", "bfloat16", "int8"]
+# The dtypes of written weights.
+Written = Literal["float32", "bfloat16", "float16"]
 # The parameters whose size depends on the vocabulary; `freeze_embeddings` freezes them.
 _OF_WORDS = ("embed", "head")
 # The usual range of settings for a pretrained model, from SoFT, LayerSkip and common fine-tuning.
@@ -220,6 +222,8 @@ class JobOptions(RunOptions):
       remat: recompute layers in the backward pass: less memory, about a third more time.
       remat_policy: recompute, but store the results that this policy of `jax.checkpoint_policies` names: of no product,
         of every product, or of the products with weights only.
+      dtype: dtype of the written weights, to which they are rounded in the measurements too. `auto`: that of the given
+        model; from scratch bfloat16.
       samples: number of texts to write into the card after each prompt.
       plot: draw curves of loss and acceptance into the run directory at the end.
     """
@@ -230,6 +234,7 @@ class JobOptions(RunOptions):
     freeze_embeddings: bool = False
     remat: bool = False
     remat_policy: RematPolicy | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     samples: int = 2
     plot: bool = False
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from jax.sharding import Mesh
@@ -26,7 +26,7 @@ from training.data import bpe_tokenizer, conversations, sizing
 from training.data.sources import Kinds
 from training.loop import state_sharding, widening
 from training.losses.base import Loss
-from training.run_options import SCRATCH, DraftOptions, JobOptions, RunOptions
+from training.run_options import SCRATCH, DraftOptions, JobOptions, RunOptions, Written
 
 
 class Objective(NamedTuple):
@@ -127,6 +127,19 @@ def init_params(config: LlamaConfig, seed: int, shardings: Params | None = None)
 def given_tokenizer(options: JobOptions) -> Path | None:
     """Returns the directory or GGUF file of the tokenizer; None if one is learned."""
     return options.model.tokenizer if options.start == SCRATCH else find_model(options.start)
+
+
+def written_dtype(options: JobOptions) -> str:
+    """Returns the dtype of the written weights: the given one, that of the given model, or bfloat16."""
+    if options.dtype != "auto" or options.start == SCRATCH:
+        return "bfloat16" if options.dtype == "auto" else options.dtype
+    stored = state_sharding.stored_dtype(find_model(options.start))
+    return stored if stored in get_args(Written) else "bfloat16"
+
+
+def generation_defaults(options: JobOptions) -> dict[str, Any]:
+    """Returns the sampling defaults of the given model, which the trained one keeps; {} from scratch."""
+    return {} if options.start == SCRATCH else checkpoint.generation_defaults(find_model(options.start))
 
 
 def further_model(options: RunOptions) -> sizing.Further | None:

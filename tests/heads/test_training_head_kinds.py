@@ -186,7 +186,7 @@ def test_the_loss_in_pieces_of_positions_is_the_same(monkeypatch, batch):
 def test_acceptance_rises(name, own_text):
     kind, network, params = begun(name)
     target, loss = tiny.params(TARGET), kind.loss(network, OPTIONS[name], None)
-    measure = drafts.make_measure(network, loss, target)
+    measure = drafts.make_measure(network, loss, target, "float32")
     given, optimizer = Given(jnp.int32(0), jax.random.key(0), target), optax.adam(1e-2)
 
     @jax.jit

@@ -198,7 +198,7 @@ def test_held_out_acceptance_is_that_of_rounds_from_every_position(batch):
 
     sham = Sham(network.head, TARGET)
     loss = losses.head_loss(sham, 1, losses.Weights())
-    found = drafts.make_measure(sham, loss, target)(params, {"x": [whole]}, {"x": 1.0})
+    found = drafts.make_measure(sham, loss, target, "float32")(params, {"x": [whole]}, {"x": 1.0})
     seen = np.asarray(losses.look(TARGET, target, whole, (0,)).best)
     lengths = []
     for row, first, tokens in documents_of(whole):

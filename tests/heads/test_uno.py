@@ -488,7 +488,7 @@ def _files(head: UnoConfig, params: Any) -> Files:
 def test_the_loss_falls_and_only_the_adapters_are_trained(own_text):
     kind, net, params = begun()
     target, loss = tiny.params(TARGET), kind.loss(net, OPTIONS, None)
-    measured = measure.make_measure(net, loss, target)
+    measured = measure.make_measure(net, loss, target, "float32")
     optimizer = optax.adam(2e-2)
 
     @jax.jit

@@ -271,7 +271,7 @@ def test_what_was_grown_learns_in_all_its_layers(params, batch, kind):
 
 def test_held_out_figures_are_those_of_a_slow_count(params, batch):
     exits = (1, 2)
-    measure = evaluation.make_measure(CONFIG, exits, judged=(1, 3))
+    measure = evaluation.make_measure(CONFIG, "float32", exits, judged=(1, 3))
     other = {**batch, "tokens": (batch["tokens"] * 7 + 3) % CONFIG.vocab_size}
     got = measure(params, {"a": [batch, batch], "b": [other]}, {"a": 3.0, "b": 1.0})
     ahead = evaluation.NUM_DRAFT_TOKENS
@@ -307,10 +307,21 @@ def test_held_out_figures_are_those_of_a_slow_count(params, batch):
         assert got[name] == pytest.approx(0.75 * a[name] + 0.25 * b[name], rel=1e-5), name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_held_out_loss_is_that_of_the_written_weights(params, batch, dtype):
+    written = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf.astype(dtype)), jnp.float32), params)
+    found = [
+        evaluation.make_measure(CONFIG, kind)(weights, {"a": [batch]}, {"a": 1.0})["held_out_loss"]
+        for kind, weights in ((dtype, params), ("float32", written), ("float32", params))
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] != found[2]
+
+
 def test_a_kind_of_short_texts_has_no_mean_acceptance_length(params, batch):
     length = evaluation.NUM_DRAFT_TOKENS  # one target less than a round
     short = {**batch, "segments": jnp.arange(batch["tokens"].shape[1])[None].repeat(3, axis=0) // length + 1}
-    measure = evaluation.make_measure(CONFIG, (1,))
+    measure = evaluation.make_measure(CONFIG, "float32", (1,))
     got = measure(params, {"short": [short], "long": [batch]}, {"short": 1.0, "long": 1.0})
     assert "acceptance/1/short" in got
     assert "mean_acceptance_length/1/short" not in got
@@ -319,9 +330,9 @@ def test_a_kind_of_short_texts_has_no_mean_acceptance_length(params, batch):
 
 def test_acceptance_is_against_the_target_where_one_is_given(params, batch):
     other = llama.init_params(CONFIG, jax.random.key(7))
-    own = evaluation.make_measure(CONFIG, (LAYERS,))(params, {"a": [batch]}, {"a": 1.0})
+    own = evaluation.make_measure(CONFIG, "float32", (LAYERS,))(params, {"a": [batch]}, {"a": 1.0})
     assert own[f"acceptance/{LAYERS}"] == pytest.approx(1)
-    against = evaluation.make_measure(CONFIG, (LAYERS,), target=(CONFIG, other))
+    against = evaluation.make_measure(CONFIG, "float32", (LAYERS,), target=(CONFIG, other))
     assert against(params, {"a": [batch]}, {"a": 1.0})[f"acceptance/{LAYERS}"] < 0.9
 
 

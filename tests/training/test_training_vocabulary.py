@@ -87,7 +87,7 @@ def test_distillation_weighs_each_position_by_what_the_target_gives_the_part(par
 
 
 def test_a_target_outside_the_part_is_a_miss(params, batch):
-    measured = evaluation.make_measure(CONFIG, (1,), (1,), (CONFIG, params), PART)(
+    measured = evaluation.make_measure(CONFIG, "float32", (1,), (1,), (CONFIG, params), PART)(
         params, {"a": [batch]}, {"a": 1.0}
     )
     mask = np.asarray(base.next_token_targets(batch)[1])

@@ -18,7 +18,7 @@ from training.reports.evaluation import NUM_DRAFT_TOKENS, MeasureKinds, Sums, by
 
 
 def make_measure(
-    network: Network, loss: Loss, target: Params, part: np.ndarray | None = None
+    network: Network, loss: Loss, target: Params, dtype: str, part: np.ndarray | None = None
 ) -> MeasureKinds:
     """Makes the measurement taken at each checkpoint.
 
@@ -26,6 +26,7 @@ def make_measure(
       network: the head.
       loss: the training loss.
       target: parameters of its target.
+      dtype: dtype of the written weights; the parameters are rounded to it.
       part: int32[N], the tokens among which it chooses, ascending; None for all.
 
     Returns:
@@ -52,4 +53,4 @@ def make_measure(
             agrees.append(chosen == ahead(seen.best, 1 + step))
         return sums | of_rounds(agrees, rounds, "acceptance/{}", "mean_acceptance_length")
 
-    return by_kind(measure, target)
+    return by_kind(measure, target, dtype)

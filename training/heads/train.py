@@ -260,7 +260,7 @@ def _run_loop(
     tokens = None if part is None else len(part)
     console.print(run.record(options, same, size, windows, held_out, documents[0], typed, draft_vocab=tokens))
     loss = kind.loss(network, options.head, part)
-    measure = make_measure(network, loss, target.params, part)
+    measure = make_measure(network, loss, target.params, options.dtype, part)
     result = job.take_steps(
         options,
         loss,

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxspec.engine.loading import devices_of, resolve_mesh
+from jaxspec.host.files import read_json
 from jaxspec.io import checkpoint, orbax
 from jaxspec.io.hf.huggingface import is_orbax
 from jaxspec.io.methods import method_files
@@ -105,6 +106,20 @@ def load_params(mesh: Mesh, source: Path, config: LlamaConfig, dtype: DTypeLike 
     flat = jax.tree.leaves_with_path(places)
     shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): place for path, place in flat}
     return checkpoint.load_params(source, config, dtype, shardings)
+
+
+def stored_dtype(source: Path) -> str:
+    """Returns the name of the dtype in which a model is stored, see `io.checkpoint.stored_dtype`.
+
+    Args:
+      source: as in `load_params`.
+
+    Raises:
+      ValueError: see `io.checkpoint.stored_dtype`.
+    """
+    if is_orbax(source) and not any(source.glob("*.safetensors")):
+        return str(read_json(source / "config.json")["dtype"])
+    return checkpoint.stored_dtype(source).name
 
 
 def load_target(

@@ -107,6 +107,7 @@ def write(
     measured: Mapping[str, float],
     texts: Mapping[str, Sequence[str]],
     fitness: Mapping[str, Any],
+    weights: str,
 ) -> str:
     """Writes the card of a model as Markdown.
 
@@ -119,6 +120,7 @@ def write(
       measured: the checkpoint's measurements: `held_out_loss` (nats per token), and more by name and task type.
       texts: samples by prompt; the first of each is the greedy one.
       fitness: the report of the fitness test.
+      weights: a description of the dtypes of the weights.
     """
     until = [entry for entry in metrics if entry["step"] <= step]
     seconds = sum(entry["step_seconds"] for entry in until)
@@ -137,7 +139,7 @@ def write(
         f"vocabulary {config.vocab_size}, context {config.max_position_embeddings} |",
         f"| training | {step:,} steps, {seen:,} tokens predicted, {seconds / 60:.1f} minutes |",
         f"| held-out loss | {loss:.4f} nats per token (perplexity {np.exp(loss):.2f}) |",
-        f"| weights | bfloat16, trained in {record['options']['weights']} |",
+        f"| weights | {weights} |",
         "",
         *_kinds_table(record, measured),
         "",

@@ -42,6 +42,7 @@ MeasureKinds = Callable[[Params, Mapping[str, Sequence[Windows]], Mapping[str, f
 
 def make_measure(
     config: LlamaConfig,
+    dtype: str,
     exits: Sequence[int] = (),
     judged: Sequence[int] = (),
     target: tuple[LlamaConfig, Params] | None = None,
@@ -51,6 +52,7 @@ def make_measure(
 
     Args:
       config: the model.
+      dtype: dtype of the written weights; the parameters are rounded to it.
       exits: number of layers at each exit; exits beyond the present depth are left out.
       judged: `held_out_loss` is the mean over these exits; () for the last layer only.
       target: the model that verifies the exits' drafts; None for this model's own last layer.
@@ -65,7 +67,7 @@ def make_measure(
       not count in their mean over all kinds.
     """
     target_config, target_params = target if target is not None else (config, None)
-    return by_kind(measure_batch(config, exits, judged, target_config, part), target_params)
+    return by_kind(measure_batch(config, exits, judged, target_config, part), target_params, dtype)
 
 
 def measure_batch(
@@ -112,17 +114,40 @@ def measure_batch(
     return measure
 
 
-def by_kind(measure: Measure, target: Params | None) -> MeasureKinds:
+def rounded(params: Params, dtype: str) -> Params:
+    """Rounds parameters to a dtype and keeps their own, because a loss is measured in the precision of training.
+
+    Examples:
+      >>> rounded({"x": jnp.float32(1 / 3)}, "bfloat16")["x"].item()
+      0.333984375
+    """
+    kind = jnp.finfo(dtype)
+
+    def round_leaf(leaf: jax.Array) -> jax.Array:
+        # XLA may remove a pair of conversions, but not this operation.
+        exact = jnp.promote_types(leaf.dtype, dtype) == kind.dtype
+        return leaf if exact else jax.lax.reduce_precision(leaf, kind.nexp, kind.nmant)
+
+    found: Params = jax.tree.map(round_leaf, params)
+    return found
+
+
+def by_kind(measure: Measure, target: Params | None, dtype: str) -> MeasureKinds:
     """Applies a measurement to each task type, and to all by a weighted mean.
 
     Args:
       measure: the measurement of a batch.
       target: parameters of another model, passed to `measure`.
+      dtype: dtype of the written weights; the parameters are rounded to it.
 
     Returns:
       (params, held-out batches by kind, weight by kind) → each figure NAME, and by kind as NAME/KIND. A figure with
       count 0 in a kind is left out there.
     """
+
+    @jax.jit
+    def measure_written(params: Params, given: Params | None, batch: Batch) -> Sums:
+        return measure(rounded(params, dtype), given, batch)
 
     def all_kinds(
         params: Params, held_out: Mapping[str, Sequence[Windows]], weights: Mapping[str, float]
@@ -130,7 +155,7 @@ def by_kind(measure: Measure, target: Params | None) -> MeasureKinds:
         result: dict[str, float] = {}
         over: dict[str, float] = {}  # total weight of the kinds that have a figure
         for kind, batches in held_out.items():
-            found = [measure(params, target, batch) for batch in batches]
+            found = [measure_written(params, target, batch) for batch in batches]
             for name in found[0]:
                 value, count = (sum(float(sums[name][i]) for sums in found) for i in range(2))
                 if not count:
