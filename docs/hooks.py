@@ -62,7 +62,13 @@ def page_of(path: str) -> str:
 
 def code_of(path: str) -> str:
     """Returns a Python file as a block of code."""
-    return f"```python\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
+    return block("python", (ROOT / path).read_text(encoding="utf-8").strip())
+
+
+def block(language: str, text: str) -> str:
+    """Returns a text as a block of code; its fence is longer than any in the text."""
+    fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", text))])
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def notebook(name: str) -> str:
@@ -71,7 +77,7 @@ def notebook(name: str) -> str:
     parts = []
     for cell in cells:
         source = "".join(cell["source"])
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts.append(source if cell["cell_type"] == "markdown" else block("python", source))
         parts += map(shown, cell.get("outputs", []))
     return "\n\n".join(parts)
 
@@ -83,8 +89,9 @@ def shown(output: dict[str, Any]) -> str:
         svg = base64.b64encode("".join(data["image/svg+xml"]).encode()).decode()
         return f'<img alt="plot" src="data:image/svg+xml;base64,{svg}">'
     if "text/html" in data:
-        return "".join(data["text/html"])
-    return f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
+        # On one line, so that Markdown reads neither a fence nor a heading in it.
+        return "".join(data["text/html"]).strip().replace("\n", "&#10;")
+    return block("text", "".join(data["text/plain"]).rstrip())
 
 
 def command_help(command: str) -> str:

@@ -89,7 +89,7 @@ def test_a_point_above_one_half_skips():
     plan = MaskSpace(4).nearest(np.array([0.4, 0.6, 0.9, 0.5]))
     assert (plan.skip_attention, plan.skip_mlp) == ((2,), (1,))
     exact = MaskSpace(4, skip_ratio=3 / 8).nearest(np.array([0.4, 0.2, 0.1, 0.3]))
-    assert (exact.skip_attention, exact.skip_mlp) == ((1,), (1, 2)) or exact.skip_attention == (1,)
+    assert (exact.skip_attention, exact.skip_mlp) == ((1,), (1, 2))
     none = MaskSpace(4).nearest(np.array([0.1, 0.3, 0.2, 0.0]))
     assert (none.skip_attention, none.skip_mlp) == ((), (1,))
 

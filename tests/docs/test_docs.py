@@ -30,7 +30,9 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 def blocks(page: str, language: str = "python") -> list[str]:
     """The blocks of code of a page in a language."""
     text = (ROOT / "docs" / page).read_text("utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no block of {language}"
+    return found
 
 
 def code(page: str) -> str:
@@ -134,3 +136,5 @@ def test_the_code_of_the_python_page_runs(monkeypatch):
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", page.read_text("utf-8")):
         assert (page.parent / target).exists(), target
+        # The site has no other files.
+        assert (page.parent / target).resolve().is_relative_to(ROOT / "docs"), target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -88,15 +89,20 @@ def test_strangers(address):
     """Other programs that connect are not processes of the run; a silent one delays the others only briefly."""
     host, _, port = address.partition(":")
 
-    def stranger(_):
+    def stranger():
+        """Whether a connection was made within 50 attempts."""
         for _ in range(50):
-            try:
-                with socket.create_connection((host, int(port)), timeout=1) as connection:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((host, int(port)), timeout=1) as connection,
+            ):
+                with contextlib.suppress(OSError):
                     connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                    return connection.recv(100)
-            except OSError:
-                pass
+                    connection.recv(100)
+                return True
+        return False
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(stranger, None)
+        turned_away = pool.submit(stranger)
         assert met(address, (2, 0), (2, 1)) == [None, None]
+        assert turned_away.result() is True

@@ -379,7 +379,6 @@ def test_stops_and_statistics(lm):
     assert (results[stopped].text, results[stopped].finish_reason) == (whole.text.split(" ad")[0], "stop")
     assert results[waited].text == whole.text
     first, second = (results[number].statistics for number in (stopped, waited))
-    assert first.queue_ms >= 0
     assert first.decode_ms <= second.queue_ms <= second.elapsed_ms - second.decode_ms
 
 

@@ -429,6 +429,7 @@ def test_a_aux_layer_is_of_the_layers_that_run():
         llama.run_with_aux(*arguments, (0, 1, "final"), layers=range(1, 2))
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("layout", ["eagle", "eagle3"])
 def test_a_bin_file_is_read_as_safetensors_are(tmp_path, layout):
     torch = pytest.importorskip("torch")
@@ -498,6 +499,7 @@ def test_a_small_bin_file_takes_little_memory(tmp_path, pickled, compression, me
         torch_file.read(tmp_path / "head.bin")
 
 
+@pytest.mark.peers
 def test_a_bin_file_of_other_than_tensors_by_name_is_refused(tmp_path):
     torch = pytest.importorskip("torch")
     for content in ({"huge": torch.zeros(1).expand(10**6, 10**6)}, {1: torch.zeros(1)}):

@@ -138,6 +138,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.peers
 def test_a_file_of_pytorch_is_read(tmp_path):
     torch = pytest.importorskip("torch")
     content, tensors = adapter()

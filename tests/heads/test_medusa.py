@@ -474,7 +474,7 @@ def test_an_earlier_stream_is_read_where_the_config_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("suffix", [pytest.param("pt", marks=pytest.mark.peers), "safetensors"])
 def test_files_with_the_names_that_authors_gave_them_are_read(tmp_path, kind, suffix):
     content, tensors = FILES[kind]
     directory = write(tmp_path / "own", (content, tensors))
