@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxspec.console import frame
+from jaxspec.host.files import read_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
     def work(options: Options) -> None:
-        found = passages(options.text.read_text(encoding="utf-8"), options.words, options.count)
+        found = passages(read_text(options.text, "`text` must be a text file"), options.words, options.count)
         for number, passage in enumerate(list(found), 1):
             turns = [f"{options.question}\n\n{passage}"]
             print(json.dumps({"question_id": number, "category": options.category, "turns": turns}))

@@ -11,6 +11,7 @@ import yaml
 
 from jaxspec.console.docs import description_of
 from jaxspec.console.parsing import parse_as
+from jaxspec.host import files
 from training.data import sizing
 from training.data.sizing import Auto
 from training.data.sources import Source
@@ -114,10 +115,11 @@ def _read_yaml(file: Path) -> Any:
       OSError: the file cannot be read.
       yaml.YAMLError, ValueError: it is not YAML, or has more than options need; the message may have several lines.
     """
-    content = file.read_bytes()
+    with files.opened(file) as stream:
+        content = stream.read(_MAX_YAML_BYTES + 1)
     if len(content) > _MAX_YAML_BYTES:
-        raise ValueError(f"it has {len(content)} bytes, expected at most {_MAX_YAML_BYTES}")
-    text, depth = content.decode("utf-8-sig"), 0
+        raise ValueError(f"it has more than {_MAX_YAML_BYTES} bytes")
+    text, depth = content.decode(), 0
     # Events are produced without recursion, and before aliases can multiply their values.
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxspec.bench import prompts
 from jaxspec.bench.suite_options import Chat
-from jaxspec.host.files import parse_json, read_text
+from jaxspec.host.files import ending, parse_json, read_text
 from jaxspec.host.messages import brief_errors, shown
 
 if TYPE_CHECKING:
@@ -203,11 +203,11 @@ def final_number(text: str) -> str | None:
 
 
 def _read(path: Path) -> list[Task]:
-    text = read_text(path, "`prompt_file` must be a prompt set").removeprefix("\N{BYTE ORDER MARK}")
+    text = read_text(path, "`prompt_file` must be a prompt set")
     if not text.strip():
         raise ValueError(f"{path} is empty; {_EXPECTED}")
-    if path.suffix == ".txt":
-        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if ending(path) == ".txt":
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         return [Task(f"{path.stem}/{number}", path.stem, (line,)) for number, line in lines]
     return [_task(path.stem, number, where, entry) for number, where, entry in _entries(path, text)]
 
@@ -223,7 +223,6 @@ def _entries(path: Path, text: str) -> list[tuple[int, str, Any]]:
             raise ValueError(f"{path} is empty; {_EXPECTED}")
         return [(number, f"{path}, entry {number}", entry) for number, entry in enumerate(content, 1)]
     entries = []
-    # `splitlines` would also split at characters that JSON does not escape.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"

@@ -21,6 +21,8 @@ from jaxspec.host.progress import Progress, duration
 
 if TYPE_CHECKING:
     from jaxspec.engine.batch import Counts
+    from jaxspec.io.batch_files import Shard
+    from jaxspec.methods import Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Batch(AnswerOptions):
     prompts do not change the exit status: it is 0 when each prompt has a result.
 
     Attributes:
-      prompts: the file with one JSON object per line.
+      prompts: the file with one JSON object per line, also packed by gzip; - for standard input.
       output: the file of results.
       max_batch: texts generated at once.
       shard: the part of the prompts for this process, such as 0/8; auto for the number of this process in SLURM, or in
@@ -54,7 +56,8 @@ class Batch(AnswerOptions):
 
     def run(self) -> int:
         """Answers the prompts; returns the exit status."""
-        from jaxspec.io.batch_files import Results, count_prompts, read_lines, shard_of
+        from jaxspec.host.files import as_file
+        from jaxspec.io.batch_files import shard_of
 
         method = made(self.method, self.drafting)
         self.check_texts()
@@ -62,7 +65,13 @@ class Batch(AnswerOptions):
             raise ValueError(f"max_batch is {self.max_batch}; give at least 1")
         if not self.prompts:
             raise ValueError("no prompts; give a file with one JSON object per line")
-        shard, prompts = shard_of(self.shard, os.environ), Path(self.prompts)
+        shard = shard_of(self.shard, os.environ)
+        with as_file(self.prompts) as prompts:
+            return self._answer(method, prompts, shard)
+
+    def _answer(self, method: Method, prompts: Path, shard: Shard) -> int:
+        from jaxspec.io.batch_files import Results, count_prompts, read_lines
+
         lines = read_lines(prompts, shard)
         output = shard.path(Path(self.output))
         if output.exists() and not output.is_file():  # such as a directory or /dev/stdout
@@ -76,12 +85,13 @@ class Batch(AnswerOptions):
             answering = Answering(
                 lm, method=method, options=self.generation(), system=self.system, max_batch=self.max_batch
             )
-            shown = _Shown(progress, prompts.stat().st_size)
+            count, size = count_prompts(prompts)
+            shown = _Shown(progress, size)
             with Results(output, answering.job) as results:
                 part = f"part {self.shard} of " if self.shard else ""
                 exist = f"; {output} has {len(results.done)} results" if results.done else ""
                 tell(
-                    f"answering {part}{count_prompts(prompts)} prompts by {method.name}{exist}; the programs are "
+                    f"answering {part}{count} prompts by {method.name}{exist}; the programs are "
                     "compiled first"
                 )
                 progress("the first texts")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional
@@ -249,7 +247,7 @@ class TextOptions(AnswerOptions):
 
     Attributes:
       prompt: the text to continue; or give --prompt-file, or a pipe.
-      prompt_file: read the prompt from a file, without its last newline.
+      prompt_file: read the prompt from a file (- for standard input), without its last newline.
       chat: the prompt is a message: apply the chat template.
       messages: a JSON file with a conversation instead of a prompt: a list of messages with `role` and `content`. A
         last message of the assistant is continued.
@@ -286,17 +284,12 @@ class TextOptions(AnswerOptions):
     def _read_text(self) -> str:
         if self.prompt is not None:
             return self.prompt
-        if self.prompt_file is not None:
-            content, name = Path(self.prompt_file).read_bytes(), self.prompt_file
-        elif sys.stdin is None or sys.stdin.isatty():
+        if self.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
             raise ValueError("no prompt; give PROMPT, --prompt-file FILE or --messages FILE, or pipe it in")
-        else:
-            # Its bytes: as text Python gives what is not UTF-8 too, in some locales, as surrogates.
-            content, name = sys.stdin.buffer.read(), "standard input"
-        try:
-            return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read().removesuffix("\n")
-        except UnicodeDecodeError:
-            raise ValueError(f"{name} is not text in UTF-8") from None
+        from jaxspec.host.files import read_text
+
+        path = "-" if self.prompt_file is None else self.prompt_file
+        return read_text(path, "--prompt-file must be a text file").removesuffix("\n")
 
     def generation(self) -> dict[str, Any]:
         """Returns the options of `AnswerOptions`, and whether the prompt is a message."""

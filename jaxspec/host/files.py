@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import errno
+import gzip
 import io
 import itertools
 import json
 import os
 import re
+import stat
+import sys
+import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +29,9 @@ except ImportError:  # without these locks, abandoned files cannot be recognised
 _written_by_another = False
 _TEMPORARY = re.compile(r"\.(.+)\.\d+(?:-\d+)?\.tmp", re.DOTALL)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_GZIP = b"\x1f\x8b"
+# Texts whose size is known only at their end may have as many bytes: pipes, devices, and what gzip packed.
+_MAX_UNSIZED = 256_000_000
 # Far larger than any file of settings or token ids.
 _MAX_JSON_BYTES = 30_000_000
 _MAX_DEPTH = 100
@@ -169,7 +179,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     refuse_pointer(path)
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes().decode())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
@@ -178,13 +188,14 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value in a JSON text.
+    """Returns the value in a JSON text, which may begin with a byte-order mark.
 
     Raises:
       ValueError: it is not JSON, is nested deeper than 100 levels, or has a number with more digits than Python reads.
     """
     try:
-        content = json.loads(text)
+        decoded = text.decode() if isinstance(text, bytes) else text
+        content = json.loads(decoded.removeprefix("\N{BYTE ORDER MARK}"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -220,26 +231,113 @@ def refuse_pointer(path: str | os.PathLike[str]) -> None:
     """
     with open(path, "rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
-            raise ValueError(
-                f"{path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its directory, or "
-                "download the file"
-            )
+            raise ValueError(_pointer(path))
+
+
+def _pointer(path: str | os.PathLike[str]) -> str:
+    return (
+        f"{path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its directory, or download the "
+        "file"
+    )
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Opens a text that a user gives, and yields it as a seekable binary file after its byte-order mark.
+
+    Every text that a user names is opened here. A path `-` is standard input. A text that gzip packed is unpacked. A
+    pipe, a device and a packed text are read whole, up to 256 MB.
+
+    Raises:
+      OSError: it cannot be opened or read.
+      ValueError: it is too large, a damaged gzip file, or a pointer of Git LFS; one line with the path.
+    """
+    with contextlib.ExitStack() as held:
+        file: IO[bytes]
+        if os.fspath(path) == "-":
+            if sys.stdin is None:
+                raise ValueError("- is standard input, which is closed; give a file")
+            file, path = sys.stdin.buffer, "standard input"
+        else:
+            file = held.enter_context(open(path, "rb"))
+        if not _is_regular(file):
+            file = _whole(file, path)
+        if file.read(len(_GZIP)) == _GZIP:
+            file.seek(0)
+            try:
+                file = _whole(gzip.GzipFile(fileobj=file), path)
+            except (EOFError, zlib.error, gzip.BadGzipFile):
+                raise ValueError(f"{path} is a damaged gzip file; write it again") from None
+        file.seek(0)
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(_pointer(path))
+        file.seek(0)
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
+        yield file
+
+
+def _is_regular(file: IO[bytes]) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except OSError:  # it has no number: a stand-in for standard input
+        return False
+
+
+def _whole(file: IO[bytes] | gzip.GzipFile, path: str | os.PathLike[str]) -> IO[bytes]:
+    content = file.read(_MAX_UNSIZED + 1)
+    if len(content) > _MAX_UNSIZED:
+        raise ValueError(
+            f"{path} has more than {_MAX_UNSIZED // 10**6} MB, unpacked or from a pipe; give a file of plain text"
+        )
+    return io.BytesIO(content)
+
+
+@contextmanager
+def as_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a file with a text that a user gives, for readers that open it several times.
+
+    It is the file itself, or a temporary copy of what can be read only once: standard input, a pipe or a device.
+
+    Raises:
+      OSError, ValueError: see `opened`.
+    """
+    once = os.fspath(path) == "-" or (
+        os.path.exists(path) and not os.path.isdir(path) and not os.path.isfile(path)
+    )
+    if not once:
+        yield Path(path)
+        return
+    with opened(path) as file, tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / "text"
+        copy.write_bytes(file.read())
+        yield copy
+
+
+def ending(path: str | os.PathLike[str]) -> str:
+    """Returns the ending of a file's name in lower case, without that of gzip, such as ".jsonl" for "a.jsonl.gz"."""
+    return Path(os.fspath(path).lower().removesuffix(".gz")).suffix
 
 
 def read_text(path: str | os.PathLike[str], expected: str) -> str:
-    """Returns the text of a file that the user named.
+    """Returns a text that a user gives, see `opened`; its lines end with line feeds.
 
     Args:
-      path: the file.
+      path: the file, or `-` for standard input.
       expected: the end of the message, such as "`reference` must be a text file".
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is not text in UTF-8.
+      OSError: it cannot be read.
+      ValueError: the file is not text in UTF-8, or see `opened`.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{no_file(path)}; {expected}")
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with opened(path) as file:
+            content = file.read()
+    except (FileNotFoundError, IsADirectoryError):
+        raise FileNotFoundError(f"{no_file(path)}; {expected}") from None
+    try:
+        return content.decode().replace("\r\n", "\n")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text in UTF-8; {expected}") from None
+        name = "standard input" if os.fspath(path) == "-" else path
+        raise ValueError(f"{name} is not text in UTF-8; {expected}") from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from jaxspec.host import lock, processes
-from jaxspec.host.files import named_errors, no_file, parse_json, written_here
+from jaxspec.host.files import named_errors, no_file, opened, parse_json, written_here
 from jaxspec.host.messages import shown
 
 # The longest line, and the seconds between two times that results are forced to the disk.
@@ -119,10 +119,11 @@ class Line(NamedTuple):
 
 
 def read_lines(path: Path, shard: Shard = ALL) -> Iterator[Line]:
-    """Yields the lines of a file of prompts that belong to a shard, without empty ones.
+    """Yields the lines of a file of prompts that belong to a shard, without empty ones; the file may be packed by gzip.
 
     Raises:
       FileNotFoundError: there is no such file; before the first line.
+      ValueError: it is a damaged gzip file; at the first line.
 
     Examples:
       >>> import tempfile
@@ -137,8 +138,8 @@ def read_lines(path: Path, shard: Shard = ALL) -> Iterator[Line]:
     return _lines(path, shard)
 
 
-def count_prompts(path: Path) -> int:
-    """Returns the number of lines of a file that are not empty.
+def count_prompts(path: Path) -> tuple[int, int]:
+    """Returns the number of lines of a file that are not empty, and the number of its bytes, unpacked.
 
     Examples:
       >>> import tempfile
@@ -146,16 +147,18 @@ def count_prompts(path: Path) -> int:
       ...     path = Path(directory) / "prompts.jsonl"
       ...     _ = path.write_text('{"prompt": "ab"}\\n\\n')
       ...     count_prompts(path)
-      1
+      (1, 18)
     """
-    with path.open("rb") as file:
-        return sum(not line.isspace() for line in iter(lambda: file.readline(_MAX_BYTES), b""))
+    with opened(path) as file:
+        count = sum(not line.isspace() for line in iter(lambda: file.readline(_MAX_BYTES), b""))
+        return count, file.tell()
 
 
 def _lines(path: Path, shard: Shard) -> Iterator[Line]:
     seen: dict[bytes, int] = {}
-    end = number = 0
-    with path.open("rb") as file:
+    number = 0
+    with opened(path) as file:
+        end = file.tell()
         while data := file.readline(_MAX_BYTES):
             end, number = end + len(data), number + 1
             if not data.strip():

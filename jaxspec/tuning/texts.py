@@ -14,7 +14,7 @@ from jaxspec.bench.prompt_files import Task, encoded, in_turn, own_tasks, read_t
 from jaxspec.bench.suite_options import check_budget
 from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.host.files import read_text
+from jaxspec.host.files import ending, read_text
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.model.sharding import local
 from jaxspec.tuning.agreement import AgreementTexts, prepare
@@ -65,7 +65,7 @@ def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
       ValueError: there are both kinds.
     """
-    sets = [path for path in paths if path.lower().endswith((".json", ".jsonl"))]
+    sets = [path for path in paths if ending(path) in (".json", ".jsonl")]
     texts = [path for path in paths if path not in sets]
     if texts and sets:
         raise ValueError(

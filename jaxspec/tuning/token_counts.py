@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.host.files import parse_json, read_text
+from jaxspec.host.files import ending, parse_json, read_text
 from jaxspec.io.methods.vocabulary_file import Ranking
 
 # Characters per call of the tokenizer, which needs many times their memory.
@@ -26,7 +26,7 @@ def encoded(lm: LanguageModel, paths: Sequence[str]) -> Iterator[list[int]]:
     """
     for path in paths:
         text = read_text(path, "`data` must be text files")
-        if path.endswith(".jsonl"):
+        if ending(path) == ".jsonl":
             text = "\n".join(_texts_of_lines(path, text))
         if not text:
             raise ValueError(f"{path} is empty; `data` must be text files")

@@ -550,7 +550,10 @@ def test_wrong_options(run, model, arguments, message):
     ("arguments", "message"),
     [
         (["generate", "", "--model", "MODEL"], "the prompt is empty"),
-        (["generate", "--prompt-file", "nowhere.txt", "--model", "MODEL"], "nowhere.txt: No such file"),
+        (
+            ["generate", "--prompt-file", "nowhere.txt", "--model", "MODEL"],
+            r"nowhere\.txt does not exist; --prompt-file must be a text file",
+        ),
         (["compare", PROMPT, "--model", "MODEL", "--methods", "ngram,guess"], "unknown method 'guess'"),
         (["compare", PROMPT, "--model", "MODEL", "--repeats", "0"], "--repeats is 0"),
         (

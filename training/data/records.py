@@ -12,10 +12,10 @@ import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxspec.console.errors import one_line
-from jaxspec.host.files import parse_json
+from jaxspec.host.files import ending, opened, parse_json
 from jaxspec.host.messages import shown
 
 SEPARATOR = "<|endoftext|>"
@@ -30,7 +30,6 @@ _TABLES = (".csv", ".tsv", ".xlsx", ".xls")
 # The first bytes of other file types, with a name and advice.
 _UNPACK, _CONVERT = "unpack it first", "write its records as JSON lines"
 _BEGINNINGS = {
-    b"\x1f\x8b": ("a gzip file", _UNPACK),
     b"PK\x03\x04": ("a zip file", _UNPACK),
     b"BZh": ("a bzip2 file", _UNPACK),
     b"\xfd7zXZ": ("an xz file", _UNPACK),
@@ -69,24 +68,25 @@ def of_file(path: str) -> Iterator[Record]:
     if file.is_dir():
         raise ValueError(f"{path} is a directory; give a file, or hf:{path} for the files of a data set")
     try:
-        content = _content(file)
+        with opened(file) as stream:
+            content = _content(stream)
     except OSError as error:
         raise ValueError(f"cannot read {path} ({error.strerror}); give an existing file") from None
     if content[:4] == _PARQUET:
         return _of_parquet(path)
-    _refuse_others(path, file.suffix.lower(), content)
-    ended = file.suffix.lower() in _RECORDS
+    _refuse_others(path, ending(file), content)
+    ended = ending(file) in _RECORDS
     if not ended and not _looks_like_records(content):
         return _of_text(path, content)
     return _of_list(path, bytes(content)) if _is_list(content) else _of_lines(path, content)
 
 
-def _content(file: Path) -> Content:
-    """Maps a file, so that memory holds only the record that is being read; reads a pipe, or an empty file."""
-    with file.open("rb") as stream:
-        if not file.is_file() or not file.stat().st_size:
-            return stream.read()
+def _content(stream: IO[bytes]) -> Content:
+    """Maps a file, so that memory holds only the record that is being read; reads what is in memory, or empty."""
+    try:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        return stream.read()
 
 
 def checked(record: Any) -> Mapping[str, Any]:
@@ -147,8 +147,7 @@ def _is_json(content: bytes) -> bool:
 
 def _parsed(content: bytes) -> Any:
     try:
-        # JSON allows no byte-order mark, but concatenated files can have one in the middle.
-        return parse_json(content.strip().removeprefix(_MARK_BYTES).decode())
+        return parse_json(content.strip().decode())
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
     except ValueError as error:
