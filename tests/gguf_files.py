@@ -35,7 +35,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 # Byte offsets of the float16 scales in a block; `gguf` has no quantiser for these types.
-K_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+K_SCALES = {"IQ4_NL": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _NUMBERS = {
     bool: GGUFValueType.BOOL,
     int: GGUFValueType.UINT32,

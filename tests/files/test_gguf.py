@@ -114,6 +114,43 @@ def test_tensor_types(tmp_path, kind):
     )
 
 
+def test_layers_beyond_the_metadatas_are_named_in_one_line(tmp_path, recwarn):
+    params = reference.random_params(BASE, 0)
+    path = write(tmp_path / "m.gguf", BASE, params)
+    models.load_params(path, dataclasses.replace(BASE, num_layers=1), jnp.float32)
+    assert not recwarn.list
+    path = write(tmp_path / "n.gguf", BASE, params, extra={"blk.5.attn_norm.weight": np.ones(32, np.float32)})
+    with pytest.warns(
+        RuntimeWarning, match=r"blk\.5\.attn_norm\.weight not used: block_count is 2"
+    ) as warned:
+        models.load_params(path, BASE, jnp.float32)
+    assert len(warned) == 1
+
+
+# As llama.cpp's quantiser replaces a type of blocks of 256 if rows are no multiple of 256.
+FALLBACKS = {
+    "TQ1_0": "Q4_0",
+    "IQ3_S": "IQ4_NL",
+    "Q3_K": "IQ4_NL",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+}
+
+
+@pytest.mark.parametrize("kind", [*dict.fromkeys(FALLBACKS.values()), "F16"])
+def test_rows_that_are_no_multiple_of_256_have_another_type(tmp_path, kind):
+    """The weights of SmolLM2-135M and Qwen2.5-0.5B, in files of any name."""
+    config = dataclasses.replace(WIDE, hidden_size=96, intermediate_size=160)
+    path = write(tmp_path / "m.gguf", config, reference.random_params(config, 0), kind=kind)
+    loaded = gguf_files.hugging_face_tensors(config, models.load_params(path, config, jnp.float32))
+    for name, rows in (("mlp.down_proj", (96, 160)), ("mlp.up_proj", (160, 96))):
+        stored = read(path).tensors[gguf_files.stored_name(f"model.layers.0.{name}.weight")]
+        values = gguf.quants.dequantize(np.asarray(stored.stored), GGMLQuantizationType[kind]).reshape(rows)
+        assert stored.kind == kind
+        np.testing.assert_array_equal(loaded[f"model.layers.0.{name}.weight"], values)
+
+
 def test_types_are_mixed_in_a_file(tmp_path):
     """Like llama.cpp's files, in which the embedding has more bits than the rest."""
     params = reference.random_params(WIDE, 0)

@@ -476,6 +476,26 @@ def test_wrong_shape(tmp_path):
     one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (("model.layers.7.mlp.up_proj.weight",), r"tensor model\.layers\.7\.mlp\.up_proj\.weight not used"),
+        (("model.layers.7.b.weight", "lm_head.bias"), r"tensor lm_head\.bias and 1 more not used"),
+        (("model.norm.bias",), r"tensor model\.norm\.bias not used: config\.json has \d layers"),
+    ],
+)
+def test_tensors_that_the_config_denies_are_named_in_one_line(tmp_path, recwarn, more, named):
+    """Layers beyond the config's, and biases; but not the layers that the caller leaves out."""
+    stored = _saved(tmp_path)
+    huggingface.load_params(tmp_path, dataclasses.replace(BASE, num_layers=1), jnp.float32)
+    assert not recwarn.list
+    save_file(stored | {name: np.ones(3, np.float32) for name in more}, tmp_path / "model.safetensors")
+    with pytest.warns(RuntimeWarning, match=named) as warned:
+        huggingface.load_params(tmp_path, BASE, jnp.float32)
+    assert len(warned) == 1
+    assert "\n" not in str(warned[0].message)
+
+
 def test_more_tensors_than_needed(tmp_path):
     stored = _saved(tmp_path)
     params = huggingface.load_params(tmp_path, BASE, jnp.float32)

@@ -266,6 +266,8 @@ def test_a_ranking_is_read_as_it_was_written(tmp_path):
         ({"ids": [1, 13]}, "has the token 13; expected ids from 0 to 12, each once"),
         ({"ids": [1, 10]}, "has a token twice; expected ids from 0 to 12, each once"),
         ({"ids": [], "always": []}, "has no token; expected ids"),
+        ({"always": [None]}, "has the token None; expected ids from 0 to 12, each once"),
+        ({"ids": [1, None]}, "has the token None; expected ids"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(tmp_path, change, message):

@@ -25,7 +25,7 @@ from jaxspec.io.hf.values import MAX_INT
 
 # The supported types of tensors.
 PLAIN = ("F32", "F16", "BF16")
-BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16

@@ -18,7 +18,7 @@ from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.gguf.container import PLAIN, GGUFFile, Tensor, read, token_ids
 from jaxspec.io.gguf.ends import end_ids
 from jaxspec.io.hf.config_json import MAX_FACTOR, MAX_THETA, MIN_EPSILON, check_context
-from jaxspec.io.hf.huggingface import Place, Shardings, assemble
+from jaxspec.io.hf.huggingface import Place, Shardings, assemble, warn_of_surplus
 from jaxspec.io.hf.layout import EMBED, HEAD, Source, leaves
 from jaxspec.io.hf.values import MAX_INT, number, whole
 from jaxspec.model.config import MAX_LAYERS, LlamaConfig, RopeScaling
@@ -257,13 +257,19 @@ def _check(file: GGUFFile, config: LlamaConfig) -> None:
                     f"{file.path}: tensor {name} has shape {file.tensors[name].shape}, expected "
                     f"{source.shape} by its metadata"
                 )
+    # `config` may have only the first of the model's layers.
+    surplus, num_layers = [], _config(file).num_layers
     for name in sorted(set(file.tensors) - used):
         layer = re.match(r"blk\.(\d+)\.", name)
-        cut = layer is not None and int(layer[1]) >= config.num_layers
-        if not cut and not _DERIVED.fullmatch(name):
+        if _DERIVED.fullmatch(name):
+            continue
+        if layer is None or int(layer[1]) < config.num_layers:
             raise ValueError(
                 f"{file.path}: tensor {name} has no place in a {config.model_type} of its metadata"
             )
+        if int(layer[1]) >= num_layers:
+            surplus.append(name)
+    warn_of_surplus(file.path, surplus, f"block_count is {num_layers}")
 
 
 def _stored_name(name: str) -> str:

@@ -9,7 +9,8 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -247,19 +248,38 @@ def _check(directory: Path, config: LlamaConfig, found: Tensors) -> None:
                     f"{directory}: tensor {source.name} has shape {found[source.name].shape}, "
                     f"expected {source.shape} by config.json"
                 )
-    # An additional tensor of a used layer would change the layer's computation.
-    layer = re.compile(r"model\.layers\.(\d+)\.")
+    layer, surplus, own = re.compile(r"model\.layers\.(\d+)\."), [], directory / "config.json"
+    # `config` may have only the first of the model's layers.
+    declared = read_json(own).get("num_hidden_layers") if own.is_file() else None
+    num_layers = declared if type(declared) is int else config.num_layers
     for name in sorted(set(found) - used):
         match = layer.match(name)
-        if match and int(match[1]) < config.num_layers and "rotary_emb" not in name:
+        if "rotary_emb" in name:
+            continue
+        # An additional tensor of a used layer would change the layer's computation.
+        if match and int(match[1]) < config.num_layers:
             raise ValueError(
                 f"{directory}: tensor {name} has no place in a {config.model_type} of this config.json"
             )
+        if int(match[1]) >= num_layers if match else name.endswith(".bias"):
+            surplus.append(name)
+    warn_of_surplus(directory, surplus, f"config.json has {num_layers} layers")
     head, embed = found.get(HEAD), found[EMBED]
     if config.tie_embeddings and head is not None and not np.array_equal(head, embed):
         raise ValueError(
             f"{directory}: {HEAD} differs from the embedding although config.json ties them; "
             "set tie_word_embeddings to false"
+        )
+
+
+def warn_of_surplus(path: Path, names: Sequence[str], expected: str) -> None:
+    """Warns in one line of tensors that the model does not use, and that its metadata does not describe."""
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"{path}: tensor {names[0]}{more} not used: {expected}; check that the weights belong to it",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

@@ -98,9 +98,9 @@ def read_vocabulary(path: str | os.PathLike[str], model: str | None, vocab_size:
             f"{path} lacks the lists always and ids, or the number num_counted; make one with `{_COMMAND}`"
         )
     every = [*always, *ids]
-    wrong = next((one for one in every if type(one) is not int or not 0 <= one < vocab_size), None)
-    if not every or wrong is not None or len(set(every)) < len(every):
-        found = "no token" if not every else "a token twice" if wrong is None else f"the token {shown(wrong)}"
+    wrong = [one for one in every if type(one) is not int or not 0 <= one < vocab_size]
+    if not every or wrong or len(set(every)) < len(every):
+        found = f"the token {shown(wrong[0])}" if wrong else "a token twice" if every else "no token"
         raise ValueError(
             f"{path} has {found}; expected ids from 0 to {vocab_size - 1}, each once; make one with `{_COMMAND}`"
         )
