@@ -9,6 +9,7 @@ import pytest
 
 import jaxspec
 from jaxspec.bench import prompts
+from jaxspec.host.files import read_json
 from jaxspec.io import embedded
 from jaxspec.tuning import fitness_report
 from training.data import tasks
@@ -50,8 +51,8 @@ def test_a_target_brings_prompts_of_its_own_work(target):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("medusa")
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hydra", "kangaroo", "medusa"])
+@pytest.mark.representatives("eagle")
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "kangaroo", "uno"])
 def test_a_head_that_comes_along_is_found_and_drafts_well(kind):
     lm = jaxspec.load("large", dtype="float32")
     asked = [task.prompt for family in ("code", "facts") for task in tasks.tasks(family, 2)]
@@ -62,10 +63,29 @@ def test_a_head_that_comes_along_is_found_and_drafts_well(kind):
     assert sum(one.num_tokens for one in counts) > 1.5 * sum(one.num_rounds for one in counts)
 
 
-def test_the_heads_that_come_along_are_small():
-    for head in (CHECKPOINTS / "heads").iterdir():
-        assert sum(path.stat().st_size for path in head.iterdir()) <= 10e6, head
-        assert (head / "README.md").read_text("utf-8").startswith("# ")
+def test_every_head_has_its_weights_or_its_counts():
+    """Counts of chains and of a tree, that fit together, and a command."""
+    heads = sorted((CHECKPOINTS / "heads").iterdir())
+    with_weights = {head.name for head in heads if (head / "model.safetensors").is_file()}
+    assert with_weights == {path.parent.name for path in (CHECKPOINTS / "heads").glob("*/config.json")}
+    counted = {path.stem: read_json(path) for path in (ROOT / "docs/results/heads").glob("*.json")}
+    names = {name: name.removesuffix("-temperature-1") for name in counted}
+    assert {head.name for head in heads} == with_weights | set(names.values())
+    assert counted
+    for head in heads:
+        card = (head / "README.md").read_text("utf-8")
+        assert card.startswith("# ")
+        assert "python -m training.heads" in card
+    for name, found in counted.items():
+        card = (CHECKPOINTS / "heads" / names[name] / "README.md").read_text("utf-8")
+        assert f"docs/results/heads/{name}.json" in card
+        assert {"--tree" in run for run in found["runs"]} == {True, False}
+        for run in found["runs"].values():
+            assert {len(values) for values in run.values()} == {len(found["categories"])}
+            for number, histogram in enumerate(run["histograms"]):
+                accepted = sum(length * drafts for length, drafts in enumerate(histogram))
+                assert sum(histogram) == run["num_drafts"][number] <= run["num_rounds"][number]
+                assert accepted >= run["num_accepted_tokens"][number]
 
 
 @pytest.mark.full
@@ -80,8 +100,10 @@ def test_a_target_does_what_it_was_trained_for():
 
 
 def test_the_models_are_small_enough_to_travel():
-    files = [path for name in embedded.embedded_names() for path in (CHECKPOINTS / name).rglob("*")]
-    assert sum(path.stat().st_size for path in files if path.is_file()) <= 72e6
+    """Weights are nearly all of a checkout, whose archive then has 55 MB: bfloat16 shrinks by a fifth."""
+    found = [*embedded.embedded_names(), "heads"]
+    files = [path for name in found for path in (CHECKPOINTS / name).rglob("*")]
+    assert 50e6 < sum(path.stat().st_size for path in files if path.is_file()) <= 66e6
 
 
 @pytest.mark.parametrize("name", ["README.md", *(f"{name}/README.md" for name in (*TARGETS, "sorted"))])
