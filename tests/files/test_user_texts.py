@@ -156,3 +156,10 @@ def test_json_may_begin_with_a_mark(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(MARK + b'{"a": 1}')
     assert files.read_json(path) == files.parse_json(path.read_bytes()) == {"a": 1}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_text_is_cut_at_line_ends_only(tmp_path, end):
+    lines = ["One\u2028two.", "Three\x0bfour\x85five\x0csix\u2029", "a\x1cb\x1ec"]
+    (tmp_path / "a.txt").write_bytes(end.join(lines).encode())
+    assert [task.turns[0] for task in prompt_files.read_tasks([str(tmp_path / "a.txt")])] == lines
