@@ -206,7 +206,7 @@ class Outcome:
       accepted: int32[B], draft tokens committed.
       aux_hidden_states: [B, K + 1, F], the target's hidden states, as the drafter's `aux_layers`, of (pending, draft 1,
         …, draft K). Entry i belongs to the token before `tokens[:, i]` and is valid below count[b]. None for other
-        drafters.
+        drafters, and if they follow in a later outcome, in which nothing is drafted.
       start: int32[B], the position of the pending token that `aux_hidden_states` begin with; None without them.
       fed: int32[B, K + 1], for a tree [B, N + 1]: the verified tokens, the pending one first, −1 in empty rows.
         None unless the drafter has `num_top_tokens`.
@@ -346,7 +346,7 @@ class Drafter(abc.ABC):
         return False
 
     @property
-    def shared_mask(self) -> bool:
+    def mixes_rows(self) -> bool:
         """Whether a row's drafts depend on the other rows, which must then have different randomness."""
         return False
 

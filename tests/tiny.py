@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.choosing import loop_prices
 from jaxspec.decoding import Parts
 from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.choosing_drafter import Choosing, widths_of
 from jaxspec.drafting.clasp_drafter import CLaSp
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.draft_verify_drafter import DraftVerify
-from jaxspec.drafting.hybrid_drafter import Hybrid
 from jaxspec.drafting.layerskip_drafter import LayerSkip
-from jaxspec.drafting.lookup import BREAK
+from jaxspec.drafting.lookup import BREAK, LookupDrafter
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.drafting.s2d_drafter import S2D
 from jaxspec.drafting.suffix_drafter import Suffix
@@ -230,18 +231,56 @@ def _s2d(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return S2D(layers, (1, 2, 3), jnp.float32(_thresholds(config)), rule, K), params(layers)
 
 
+def choosing(config: LlamaConfig, candidates: tuple[Any, ...], **changes: Any) -> Choosing:
+    """Returns a drafter that chooses among candidates; a draft token of a model costs 0.25 steps, a row 0.05.
+
+    `changes`: `cost`, `row_cost`, and `accept` of all models; or fields of `Choosing`.
+    """
+    cost, row_cost, accept = (
+        changes.pop(name, n) for name, n in (("cost", 0.25), ("row_cost", 0.05), ("accept", 0.75))
+    )
+    turns = tuple(one.taking_turns() for one in candidates)
+    copies = [isinstance(one, LookupDrafter) for one in turns]
+    costs = tuple(0.0 if copy else cost for copy in copies)
+    known = tuple((0.5, 0.75) if copy else accept for copy in copies)
+    longest = max(one.num_draft_tokens for one in turns)
+    prices = loop_prices.simple(widths_of(turns), longest, costs, row_cost, known)
+    return Choosing(config, turns, prices, **{"memory": jnp.float32(0.95), **changes})
+
+
+def draft_cost(hybrid: Choosing) -> float:
+    """Returns the cost of a draft token of the second candidate, in plain steps."""
+    return float(hybrid.prices.draft[0, 1, 1, 0])
+
+
 def _hybrid(
     first: Callable[[], Any], second: Callable[[LlamaConfig, Any], tuple[Any, Any]], rule: str, **changes: Any
 ) -> Case:
-    """Returns the case of a hybrid whose cost makes the tests' prompts use both of its drafters."""
+    """Returns the case of a lookup and a model, at a cost with which the tests' prompts use both."""
 
     def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
         drafter, own = second(config, RULES[rule](config.hidden_size))
-        accept = jnp.full(drafter.num_draft_tokens, 0.7, jnp.float32)
-        numbers = (jnp.float32(number) for number in (0.3, 0.05, 0.9))
-        return Hybrid(config, first(), drafter.taking_turns(), *numbers, accept), own
+        numbers = {"cost": 0.3, "accept": 0.7, "memory": jnp.float32(0.9)}
+        return choosing(config, (first(), drafter), joint=False, **numbers), (None, own)
 
     return Case(made, family="hybrid", has_rule=False, **changes)
+
+
+def _among(
+    *make: Callable[[LlamaConfig, Any], tuple[Any, Any]],
+    lookups: tuple[Callable[[], Any], ...],
+    **changes: Any,
+) -> Case:
+    """Returns the case of lookups and models that the rows of a batch choose together."""
+
+    def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
+        drafters, own = zip(*(one(config, Constant()) for one in make), strict=True)
+        firsts = tuple(first() for first in lookups)
+        # A model whose draft was wrong is followed by another one.
+        numbers = {"cost": 0.2, "row_cost": 0.01, "memory": jnp.float32(0.8)}
+        return choosing(config, firsts + drafters, **numbers), (*(None for _ in firsts), *own)
+
+    return Case(made, family="choosing", has_rule=False, **changes)
 
 
 def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -441,7 +480,7 @@ DRAFTERS: dict[str, Case] = {
         lambda config, rule: (Autoregressive(), None), ("autoregressive",), has_rule=False
     ),
     "autoregressive-in-turns": Case(
-        lambda config, rule: (Autoregressive(K), None), ("auto",), family="autoregressive", has_rule=False
+        lambda config, rule: (Autoregressive(K), None), family="autoregressive", has_rule=False
     ),
     "ngram": _ngram(methods=("ngram",)),
     "ngram-earliest": _ngram("earliest"),
@@ -459,6 +498,9 @@ DRAFTERS: dict[str, Case] = {
     "hybrid-recycling": _hybrid(suffix, _recycling((-1, -1, 0, 0), (0, 1, 0, 1)).make, "constant"),
     "hybrid-tree-drawn": _hybrid(_random, _tree(_eagle_vocab, DRAWN).make, "constant"),
     "hybrid-tree": _hybrid(suffix, _tree(_eagle).make, "constant"),
+    "choosing-heads": _among(_eagle, _eagle3, lookups=(suffix,)),
+    "choosing-trees": _among(_tree(_eagle_vocab, DRAWN).make, _draft_model, lookups=(_random,)),
+    "choosing": _among(_layerskip, _draft_model, lookups=(_random, suffix), methods=("auto",), config=DEEP),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
@@ -597,6 +639,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "num_draft_tokens": K},
     "token-recycling": {"method": "token-recycling", "tree": "5x3"},
     "hybrid": {},
+    "choosing": {},
     "draft-model": {"method": "draft-model", "num_draft_tokens": K},
     "draft-exit": {
         "method": "draft-model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import Method
 from jaxspec.methods.base import share_of_step
@@ -56,6 +57,6 @@ def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> 
     draft = method.cost(lm.loaded, drafter, params)
     if draft is None:
         return None
-    runs = getattr(drafter, "second", drafter)  # in a hybrid
+    runs = drafter.candidates[1] if isinstance(drafter, Choosing) else drafter  # in a hybrid
     each = 1 if draft.once else runs.num_draft_tokens if runs.drafts_trees else None
     return Passes(share_of_step(draft, lm.loaded), each)

@@ -74,6 +74,11 @@ class ASD(MaskedChain):
     static: bool = struct.field(pytree_node=False, default=False)
     plan: LayerPlan | None = None
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether the rows share a mask."""
+        return self.shared_mask
+
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Returns the rule's state, with the similarities of the attention sublayers, float32[B, L], as `own`."""
         return super().init(params, view, prefill)._replace(own=prefill.similarities[:, :, 0])

@@ -68,12 +68,14 @@ class AuxChain(ChainDrafter):
         return state.own
 
     def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
-        """Absorbs the auxiliary hidden states of the committed tokens, and updates the stop rule."""
+        """Absorbs the auxiliary hidden states of the committed tokens, if there are any, and updates the stop rule."""
+        hidden = outcome.aux_hidden_states
+        if hidden is None:
+            return super().observe(params, state, outcome)
 
         def absorb(width: int, own: State) -> State:
-            assert outcome.aux_hidden_states is not None, "the loop must pass the auxiliary hidden states"
             assert outcome.start is not None
-            aux_hidden_states, tokens = outcome.aux_hidden_states[:, :width], outcome.tokens[:, :width]
+            aux_hidden_states, tokens = hidden[:, :width], outcome.tokens[:, :width]
             return self.absorb(params, own, aux_hidden_states, tokens, outcome.start, outcome.count)
 
         # Rejected tokens are not absorbed, so the longest accepted draft decides the width. Another drafter's round

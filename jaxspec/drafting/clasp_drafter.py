@@ -197,8 +197,9 @@ class CLaSp(MaskedChain):
         return self.draft_under(plan, keys, params, state, view, distribution)
 
     def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
-        """Keeps the streams of the last committed token in the cache, and updates the stop rule."""
-        assert outcome.aux_hidden_states is not None, "the loop must pass the auxiliary hidden states"
+        """Keeps the streams of the last committed token in the cache, if given, and updates the stop rule."""
+        if outcome.aux_hidden_states is None:
+            return super().observe(params, state, outcome)
         assert outcome.start is not None
         own = state.own
         streams = self.absorb(

@@ -131,7 +131,7 @@ class Always(Strategy):
 
     def __init__(self, loop: Loop, drafter: Drafter) -> None:
         super().__init__(loop, drafter)
-        self.mixes_rows = drafter.shared_mask
+        self.mixes_rows = drafter.mixes_rows
 
     def rounds(
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn

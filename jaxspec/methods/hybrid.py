@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
@@ -15,13 +15,15 @@ from jaxspec.methods.resources import LoadedModel, Resources
 if TYPE_CHECKING:
     from jaxspec.choosing.beliefs import Expectation
     from jaxspec.choosing.costs import DraftCost
-    from jaxspec.drafting.hybrid_drafter import Hybrid as Drafting
+    from jaxspec.drafting.choosing_drafter import Choosing
     from jaxspec.protocol import Drafter
 
 # Longer than any draft that gives a speed-up.
 _LONG = 16
 # The cost of a draft token, in steps of the target, if its method declares none.
 _UNKNOWN = 0.5
+# The expected acceptance of a lookup's first and further tokens, and of a draft token of a method without a record.
+_LOOKUP, _ACCEPT = (0.5, 0.75), 0.75
 _USUAL = {"first": "suffix", "second": "layerskip"}
 
 
@@ -86,11 +88,12 @@ class Hybrid(Method):
         return tuple(_kinds(given).values())
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes the drafter of both methods; its parameters are those of the second."""
+        """Makes the drafter of both methods; its parameters are a tuple of theirs."""
         import jax.numpy as jnp
 
+        from jaxspec.choosing import loop_prices
         from jaxspec.choosing.costs import guessed_row
-        from jaxspec.drafting.hybrid_drafter import Hybrid as Drafting
+        from jaxspec.drafting.choosing_drafter import Choosing, widths_of
         from jaxspec.drafting.lookup import LookupDrafter
 
         parts = self._parts()
@@ -108,9 +111,14 @@ class Hybrid(Method):
             usual *= 1 + row * (declared.rows - 1)  # a pass runs a level of a tree
             if declared.once:  # one pass gives all tokens
                 usual /= second.num_draft_tokens
-        cost = usual if self.draft_cost is None else self.draft_cost
-        numbers = cost, row, Drafting.memory, self._accept(second.num_draft_tokens, target, resources)
-        return Drafting(target.config, first, second, *map(jnp.float32, numbers)), own
+        costs = 0.0, usual if self.draft_cost is None else self.draft_cost
+        known = parts["second"].expectation(target, resources)
+        accept = _LOOKUP, (_ACCEPT,) if known is None else known.accept
+        widths, longest = widths_of((first, second)), max(first.num_draft_tokens, second.num_draft_tokens)
+        prices = loop_prices.simple(widths, longest, costs, row, accept)
+        # Each row chooses for itself, so that a sampled text does not depend on the other rows.
+        memory = jnp.float32(Choosing.memory)
+        return Choosing(target.config, (first, second), prices, memory, joint=False), (None, own)
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
@@ -125,27 +133,21 @@ class Hybrid(Method):
         known = self._parts()["second"].expectation(target, resources)
         if known is None:
             return None
-        drafter: Any = self.build(target, resources)[0]
-        cost = float(drafter.row_cost + drafter.draft_cost)
+        drafter = cast("Choosing", self.build(target, resources)[0])
+        prices = drafter.prices
+        row = (prices.verify[0, -1, 0] - 1) / (drafter.verify_widths[-1] - 1)
+        cost = float(row + prices.draft[0, 1, 1, 0])
         accept = (*known.accept, *known.accept[-1:] * _LONG)
         tokens = list(itertools.accumulate(itertools.accumulate(accept, operator.mul), initial=1.0))
         longest = max(range(1, len(tokens)), key=lambda length: tokens[length] / (1 + cost * length))
         if drafter.drafts_trees:  # always as deep as it is
-            longest = min(drafter.second.num_draft_tokens, len(accept))
+            longest = min(drafter.num_draft_tokens, len(accept))
         return dataclasses.replace(known, accept=(*accept[:longest], 0.0), draft=(*[1.0] * longest, 0.0))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
         """Returns the second method's cost with a lookup per round; copied drafts lower the measured times."""
-        second = self._parts()["second"].cost(target, cast("Drafting", drafter).second, params)
+        second = self._parts()["second"].cost(target, cast("Choosing", drafter).candidates[1], params[1])
         return None if second is None else dataclasses.replace(second, lookup=True, adapts=True)
-
-    def _accept(self, longest: int, target: LoadedModel, resources: Resources) -> Sequence[float]:
-        """Returns the expected acceptance of the second method by position, or the default without an expectation."""
-        from jaxspec.drafting.hybrid_drafter import Hybrid as Drafting
-
-        known = self._parts()["second"].expectation(target, resources)
-        accept = (float(Drafting.accept),) if known is None else known.accept
-        return (*accept, *accept[-1:] * longest)[:longest]
 
     def limited(self, longest: int) -> Method:
         """Returns the method with both of its methods limited."""

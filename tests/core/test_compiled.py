@@ -22,6 +22,7 @@ from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts, Request
 from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.drafting.layerskip_drafter import LayerSkip
@@ -82,9 +83,10 @@ def cache_shapes(call: Call) -> set[tuple[int, ...]]:
     """Returns the shape of every cache in the loop's state; caches end in capacity and head size."""
     state = call.args[2]
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
-    assert len(caches) == (
-        2 if isinstance(call.args[1].drafter, (DFlash, DraftModel, Eagle, Hydra, Kangaroo, S2D)) else 1
-    )
+    drafter = call.args[1].drafter
+    drafters = drafter.candidates if isinstance(drafter, Choosing) else [drafter]
+    own = [isinstance(one, (DFlash, DraftModel, Eagle, Hydra, Kangaroo, S2D)) for one in drafters]
+    assert len(caches) == 1 + sum(own)
     return {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}
 
 
@@ -104,7 +106,7 @@ def on_caches(text: str, shapes: set[tuple[int, ...]]) -> set[str]:
 
 
 @pytest.mark.representatives(
-    "autoregressive-1", "hybrid-1", "draft-model-1", "asd-1", "s2d-1", "eagle-1", "eagle-tree-1"
+    "autoregressive-1", "choosing-1", "draft-model-1", "asd-1", "s2d-1", "eagle-1", "eagle-tree-1"
 )
 @each_batch
 @each_method
@@ -162,7 +164,13 @@ def test_the_widths_of_verification(lm, method):
     heads = re.findall(rf"-> tensor<4x(\d+)x{vocabulary}xf32>", text)
     widths = call.args[1].drafter.verify_widths
     assert {int(width) for width in heads} >= set(widths)
-    expected = {"autoregressive": (1,), "draft-model": (4,), "token-recycling": (1, 6), "eagle-tree": (8,)}
+    expected = {
+        "autoregressive": (1,),
+        "choosing": (1, 4, 5),
+        "draft-model": (4,),
+        "token-recycling": (1, 6),
+        "eagle-tree": (8,),
+    }
     assert widths == expected.get(method, (1, 4))
 
 

@@ -19,6 +19,7 @@ from jaxspec.acceptance import BlockAcceptor, RejectionAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.chain_drafter import ChainDrafter, draft_chain
+from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.drafting.clasp_drafter import CLaSp
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.draft_verify_drafter import DraftVerify
@@ -155,11 +156,13 @@ def test_log_probs_are_the_distribution_the_draft_was_drawn_from(combination):
     contracts.check_log_probs(loop)
     state = jax.eval_shape(lambda: begin(loop)[0])
     proposal, _ = jax.eval_shape(lambda state: propose(loop.parts, loop.weights, state, 1), state)
-    runs_a_model = getattr(loop.parts.drafter, "second", loop.parts.drafter)
+    drafter = loop.parts.drafter
     # Trees of the most probable tokens have no draws.
-    likely = isinstance(getattr(runs_a_model, "tree", None), Dynamic)
-    draws = isinstance(runs_a_model, ChainDrafter) and not likely
-    assert (proposal.log_probs is not None) == draws
+    draws = [
+        isinstance(one, ChainDrafter) and not isinstance(getattr(one, "tree", None), Dynamic)
+        for one in (drafter.candidates if isinstance(drafter, Choosing) else [drafter])
+    ]
+    assert (proposal.log_probs is not None) == any(draws)
 
 
 @pytest.mark.parametrize(
@@ -327,6 +330,9 @@ SAMPLED = [
     tiny.Combination("hybrid-recycling", "-", "rejection"),
     tiny.Combination("hybrid-tree-drawn", "-", "rejection"),
     tiny.Combination("hybrid-tree", "-", "block"),
+    tiny.Combination("choosing", "-", "rejection"),
+    tiny.Combination("choosing-heads", "-", "block"),
+    tiny.Combination("choosing-trees", "-", "rejection"),
     tiny.Combination("draft-model", "any_of", "block"),
     tiny.Combination("asd", "product", "block"),
     tiny.Combination("clasp", "constant", "block"),
@@ -366,8 +372,8 @@ def test_sampled_text_follows_the_enumerated_distribution(combination):
 @each
 def test_a_row_does_not_depend_on_its_neighbours(combination):
     loop = tiny.loop(combination)
-    # A shared mask depends on the batch: the distribution is the same, but drafts and draws differ.
-    if combination.drafter == "asd-shared" and combination.acceptor != "greedy":
+    # A shared mask or choice depends on the batch: the distribution is the same, but drafts and draws differ.
+    if loop.parts.drafter.mixes_rows and combination.acceptor not in ("greedy", "coupled"):
         contracts.check_calls(loop)
     else:
         contracts.check_rows_are_independent(loop)
@@ -375,10 +381,11 @@ def test_a_row_does_not_depend_on_its_neighbours(combination):
 
 @pytest.mark.parametrize("combination", DRAFTERS)
 def test_rows_take_the_places_of_others(combination):
-    if combination.drafter == "asd-shared":
+    # If drafts depend on the other rows, they depend on those that were there before.
+    mixes = tiny.loop(combination).parts.drafter.mixes_rows
+    if mixes:
         combination = dataclasses.replace(combination, acceptor="greedy")
-    # The whole batch has one shared mask, so that drafts depend on the rows that were there before.
-    contracts.check_refill(tiny.loop(combination), statistics=combination.drafter != "asd-shared")
+    contracts.check_refill(tiny.loop(combination), statistics=not mixes)
 
 
 @pytest.mark.parametrize("rows", [PROMPTS, ((1, 3, 1), (2,))])

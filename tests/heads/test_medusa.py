@@ -563,4 +563,4 @@ def test_a_hybrid_takes_a_head_for_what_one_token_of_it_costs(model, tmp_path, k
     path = str(write(tmp_path / "published", FILES[kind]))
     made, own = model.drafter("hybrid", second=kind, draft=path)
     shares = not any("head" in one for one in own["heads"])
-    assert float(made.draft_cost) == pytest.approx(tiny.share_of_step(model, own, head=shares) / heads)
+    assert tiny.draft_cost(made) == pytest.approx(tiny.share_of_step(model, own, head=shares) / heads)

@@ -1,4 +1,4 @@
-"""The hybrid drafter: its choice of a method, and the state of the other method."""
+"""The drafter that chooses among others: its choice, its bounded loss, and the states of its candidates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 from flax import struct
 
 from jaxspec import methods
+from jaxspec.choosing import loop_prices
 from jaxspec.choosing.beliefs import Expectation
+from jaxspec.choosing.costs import DraftCost, StepCosts
 from jaxspec.cli.methods import parse_run
 from jaxspec.decoding import Parts
+from jaxspec.drafting import choosing_drafter
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.choosing_drafter import Choosing, ChoosingState, Found
 from jaxspec.drafting.draft_model_drafter import DraftModel
-from jaxspec.drafting.hybrid_drafter import Counts, Hybrid
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.drafting.lookup import LookupDrafter, joined
 from jaxspec.drafting.ngram_drafter import NGram
@@ -26,7 +29,7 @@ from jaxspec.methods import registry
 from jaxspec.methods.resources import Resources
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.tree import Shape
-from jaxspec.protocol import Drafter, Proposal, Weights
+from jaxspec.protocol import Drafter, Outcome, Proposal, Weights
 from jaxspec.sampling import Greedy, Sampling
 from jaxspec.testing import contracts
 from tests import tiny
@@ -67,13 +70,21 @@ class Counting(Drafter):
         )
 
 
-def hybrid(first, second, config=tiny.TARGET, cost=0.25, memory=0.95) -> Hybrid:
-    return Hybrid(config, first, second, jnp.float32(cost), memory=jnp.float32(memory))
+def hybrid(first, second, config=tiny.TARGET, cost=0.25, memory=0.95, **changes) -> Choosing:
+    return tiny.choosing(
+        config, (first, second), cost=cost, row_cost=0.0, memory=jnp.float32(memory), joint=False, **changes
+    )
 
 
 def loop(drafter, target=None, own=None, config=tiny.TARGET) -> tiny.Loop:
     target = tiny.params(config) if target is None else target
+    own = (None, own) if isinstance(drafter, Choosing) else own
     return tiny.Loop(Parts(drafter, tiny.ACCEPTORS["greedy"](), Greedy()), Weights(target, own), config)
+
+
+def generous(monkeypatch) -> None:
+    """Allows any loss."""
+    monkeypatch.setattr(choosing_drafter, "FIRST", 1e6)
 
 
 def ended(made: tiny.Loop):
@@ -88,16 +99,47 @@ def ended(made: tiny.Loop):
 
 COPIES = {"began": 20, "went_on": 60}
 GOOD, BAD = {"right": 60}, {"wrong": 60}
+# The array, the candidate and the column of each count.
+COUNTS = {
+    "began": ("right", 0, 0),
+    "went_on": ("right", 0, 1),
+    "began_wrong": ("wrong", 0, 0),
+    "went_wrong": ("wrong", 0, 1),
+    "right": ("right", 1, 0),
+    "wrong": ("wrong", 1, 0),
+}
 
 
-def chosen(found, seen, cost, *, budget=9, **fields):
-    """Returns whether the first method is chosen, and the length; the second drafts at most 3 tokens."""
-    counts = dataclasses.replace(Counts.none(1), **{n: jnp.array([float(v)]) for n, v in seen.items()})
-    drafter = hybrid(
-        tiny.suffix().replace(num_draft_tokens=9), DraftModel(tiny.TARGET, num_draft_tokens=3), cost=cost
-    ).replace(**fields)
-    takes, length = drafter.choose(counts, jnp.array([found]), jnp.array([float(found)]), jnp.array([budget]))
-    return takes.item(), length.item()
+def state_of(num_candidates: int, rows: int = 1, credit: float = 1e6, **seen: float) -> ChoosingState:
+    """Returns a state in the middle of a text, with these counts of candidates 0 and 1 in every row."""
+    counts = {name: np.zeros((rows, num_candidates, 2), np.float32) for name in ("right", "wrong")}
+    for name, number in seen.items():
+        array, candidate, column = COUNTS[name]
+        counts[array][:, candidate, column] = number
+    return ChoosingState(
+        (), **counts, seen=None, credit=jnp.full(rows, credit), choice=None, found=(), waiting=None
+    )
+
+
+def found_of(*counts: int) -> Found:
+    """Returns a lookup's drafts of these lengths, one for each row, all expected to be right."""
+    count = jnp.array(counts)
+    return Found(jnp.zeros((len(counts), 9), jnp.int32), count, count.astype(jnp.float32))
+
+
+def chosen(found, seen, cost, *, budget=9, row_cost=0.0, accept=0.75, credit=1e6, widths=None):
+    """Returns whether the lookup is chosen or nothing, and the length; the model drafts at most 3 tokens."""
+
+    class Widths(Choosing):
+        verify_widths = widths or (1, 10)
+
+    made = hybrid(tiny.suffix().replace(num_draft_tokens=9), DraftModel(tiny.TARGET, num_draft_tokens=3))
+    drafter = Widths(*(getattr(made, field.name) for field in dataclasses.fields(made)))
+    prices = loop_prices.simple(drafter.verify_widths, 9, (0.0, cost), row_cost, ((0.5, 0.75), accept))
+    choice = drafter.replace(prices=prices).choose(
+        state_of(2, credit=credit, **seen), (found_of(found),), jnp.array([20]), jnp.array([budget])
+    )
+    return choice.candidate.item() != 1, choice.length.item()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +150,7 @@ def chosen(found, seen, cost, *, budget=9, **fields):
         (3, {}, 0.05, False),
         (9, {}, 0.1, True),
         (0, {}, 0.25, False),
-        # All drafts of the second method are accepted: 4 tokens for 1.75.
+        # All drafts of the model are accepted: 4 tokens for 1.75.
         (1, GOOD, 0.25, False),
         (2, GOOD | COPIES, 0.25, True),
         (2, GOOD | COPIES, 0.05, False),
@@ -116,13 +158,16 @@ def chosen(found, seen, cost, *, budget=9, **fields):
         (9, GOOD | COPIES, 0.0, True),
         # The first token of a lookup is seldom right.
         (3, {"began_wrong": 20}, 0.25, False),
-        # No draft of the second method is accepted: a plain step is better, if drafts cost something.
+        # No draft of the model is accepted: a plain step is better, if drafts cost something.
         (0, BAD, 0.25, True),
         (0, BAD, 0.0, False),
     ],
 )
-def test_what_promises_more_for_its_cost_is_taken(found, seen, cost, takes):
+def test_the_draft_with_the_larger_rate_is_taken(found, seen, cost, takes):
     assert chosen(found, seen, cost)[0] == takes
+
+
+EVERY = tuple(range(1, 11))
 
 
 @pytest.mark.parametrize(
@@ -138,34 +183,147 @@ def test_what_promises_more_for_its_cost_is_taken(found, seen, cost, takes):
         (9, {"began_wrong": 20}, 0.5, 0.4, (True, 0)),
     ],
 )
-def test_a_draft_is_as_long_as_it_pays(found, seen, cost, row, expected, monkeypatch):
-    monkeypatch.setattr(Hybrid, "verify_widths", tuple(range(1, 11)))
-    assert chosen(found, seen, cost, row_cost=row) == expected
+def test_a_draft_is_as_long_as_it_pays(found, seen, cost, row, expected):
+    assert chosen(found, seen, cost, row_cost=row, widths=EVERY) == expected
     # A draft never exceeds the budget.
-    assert chosen(found, seen, cost, row_cost=row, budget=1)[1] <= 1
-    assert chosen(found, seen, cost, row_cost=row, budget=0)[1] == 0
+    assert chosen(found, seen, cost, row_cost=row, budget=1, widths=EVERY)[1] <= 1
+    assert chosen(found, seen, cost, row_cost=row, budget=0, widths=EVERY)[1] == 0
 
 
-def test_a_verification_costs_its_width(monkeypatch):
-    monkeypatch.setattr(Hybrid, "verify_widths", (1, 4, 10))
+def test_a_verification_costs_its_width():
     # The first draft token already costs three more rows, so all of them are used.
-    assert chosen(9, {"began_wrong": 1}, 0.5, row_cost=0.05) == (True, 3)
+    assert chosen(9, {"began_wrong": 1}, 0.5, row_cost=0.05, widths=(1, 4, 10)) == (True, 3)
 
 
-def test_an_uncommon_promise_is_no_number_out_of_range():
-    """Extreme counts: all or no tokens accepted, for either method."""
+def test_extreme_counts_give_a_length_in_range():
+    """All or no tokens accepted, for either method."""
     for seen in (GOOD, BAD, {"began": 1e6, "went_on": 1e6}, {"right": 1e6, "wrong": 1e6}):
         for accept in (0.0, 1.0, 0.5):
-            takes, length = chosen(9, seen, 0.25, accept=jnp.float32(accept))
+            takes, length = chosen(9, seen, 0.25, accept=accept)
             assert 0 <= length <= 9, (seen, accept, takes)
 
 
-def test_a_second_that_is_known_to_draft_well_is_not_left_for_a_first_find():
+def test_a_model_that_is_known_to_draft_well_is_not_left_for_a_first_match():
     assert chosen(2, {}, 0.3)[0]
-    good = jnp.array([0.9, 0.95, 1.0])
+    good = (0.9, 0.95, 1.0)
     assert not chosen(2, {}, 0.3, accept=good)[0]
     # Observations of this text soon have more weight.
     assert chosen(2, {"wrong": 20}, 0.3, accept=good)[0]
+
+
+def test_a_draft_costs_at_most_the_credit():
+    """If all its tokens are rejected."""
+    assert chosen(0, GOOD, 0.25) == (False, 3)
+    assert chosen(0, GOOD, 0.25, credit=0.74) == (False, 2)
+    assert chosen(0, GOOD, 0.25, credit=0.24) == (True, 0)
+    assert chosen(0, GOOD, 0.25, credit=-1.0) == (True, 0)
+
+
+# Several models and rows
+
+
+def three(joint: bool = True, **prices) -> Choosing:
+    """Returns a lookup of 9 tokens, a cheap model of 3 and a dearer one of 6."""
+    first = tiny.suffix().replace(num_draft_tokens=9)
+    models = (DraftModel(tiny.TARGET, num_draft_tokens=length) for length in (3, 6))
+    made = tiny.choosing(tiny.TARGET, (first, *models), joint=joint)
+    given = {"costs": (0.0, 0.1, 0.3), "row_cost": 0.05, "accept": ((0.5, 0.75), 0.75, 0.75)} | prices
+    return dataclasses.replace(made, prices=loop_prices.simple(made.verify_widths, 9, **given))
+
+
+def choice_of(drafter, rows, seen=(), credit=1e6, lengths=20, budget=9):
+    """Returns the candidates and lengths of rows with lookups of these lengths; `seen`: right and wrong by row."""
+    state = state_of(3, len(rows), credit)
+    for row, counts in enumerate(seen):
+        for candidate, (right, wrong) in counts.items():
+            state.right[row, candidate, 0], state.wrong[row, candidate, 0] = right, wrong
+    length = jnp.full(len(rows), lengths)
+    choice = drafter.choose(state, (found_of(*rows),), length, jnp.broadcast_to(budget, length.shape))
+    return choice.candidate.tolist(), choice.length.tolist(), choice.cost
+
+
+FAST, DEEP = {1: (60, 0), 2: (0, 60)}, {1: (0, 60), 2: (90, 0)}
+
+
+def test_one_model_runs_for_the_rows_that_gain_most_together():
+    made = three()
+    assert choice_of(made, [0], [FAST])[:2] == ([1], [3])
+    assert choice_of(made, [0], [DEEP])[:2] == ([2], [6])
+    # Two rows outvote one; it drafts too, as the model runs anyway.
+    assert choice_of(made, [0, 0, 0], [FAST, FAST, DEEP])[0] == [1, 1, 1]
+    assert choice_of(made, [0, 0, 0], [DEEP, FAST, DEEP])[0] == [2, 2, 2]
+    # A row with a good match keeps it, and finished rows have no vote.
+    copies = {0: (40, 0)}
+    candidates, lengths, _ = choice_of(made, [3, 0], [copies | DEEP, FAST])
+    assert (candidates, lengths[1]) == ([0, 1], 3)
+    assert choice_of(made, [0, 0, 0], [FAST, FAST, DEEP], budget=jnp.array([0, 0, 9]))[0][2] == 2
+
+
+def test_a_match_in_one_row_must_pay_for_all_rows():
+    """A verification takes the width of the longest draft in every row."""
+    made = three(row_cost=0.2, costs=(0.0, 9.0, 9.0), accept=((0.5, 0.98), 0.5, 0.5))
+    copies = {0: (90, 0)}
+    assert choice_of(made, [9], [copies])[1] == [9]
+    assert choice_of(made, [9] + 7 * [0], [copies] + 7 * [{}])[1] == 8 * [0]
+    assert choice_of(made, [9] + 7 * [0], [copies] + 7 * [{}], budget=jnp.array([9] + 7 * [0]))[1][0] == 9
+
+
+def test_prices_follow_the_rows_and_the_length():
+    full = ((1, 1, 10.0), (11, 1, 10.5), (1, 8, 11.0), (11, 8, 40.0))
+    costs = StepCosts("device", "model", "float32", 4, 0, full, 1, 4.0, 0.01)
+    made = three()
+    work = DraftCost(lookup=True), DraftCost(layers=1, shared=1), DraftCost(layers=2)
+    given = (costs, work, (0, 0, 0), made.verify_widths, 9, (0.5, 0.5, 0.5))
+    prices = loop_prices.measured(*given)
+    for rows, tokens in ((1, 0), (1, 500), (8, 100)):
+        verify, draft = prices.of(rows, jnp.float32(tokens))
+        plain = work[0].round_ms(costs, 0, tokens, rows)
+        for at, length in ((1, 3), (2, 6)):
+            width = next(width for width in made.verify_widths if width > length)
+            expected = dataclasses.replace(work[at], widths=(width,)).round_ms(costs, length, tokens, rows)
+            found = verify[made.verify_widths.index(width)] + draft[at, length]
+            assert float(found) == pytest.approx(expected / plain, rel=1e-5)
+    # Drafts are dearer beside those of seven other rows.
+    alone = dataclasses.replace(made, prices=prices)
+    assert choice_of(alone, [9], [{0: (9, 0)}])[1][0] >= 7
+    assert choice_of(alone, 8 * [9], 8 * [{0: (9, 40)}])[1] == 8 * [0]
+    wide = loop_prices.measured(*given, one_width=True)
+    assert np.unique(wide.verify[0, :, 0]).size == 1
+
+
+def test_matches_are_judged_by_the_text_whether_or_not_they_were_verified():
+    """As many right tokens as the round committed; the next one is only known to be wrong if it was committed."""
+    made = three()
+    state = state_of(3, 4)
+    found = Found(jnp.tile(jnp.arange(9), (4, 1)), jnp.array([9, 9, 2, 0]), jnp.array([9.0, 0.5, 2.0, 0.0]))
+    nothing = jnp.full(4, -1)
+    state = state._replace(found=(found,), choice=choosing_drafter.Choice(nothing, 0 * nothing, jnp.ones(4)))
+    tokens = jnp.array([[0, 1, 2, 7], [7, 8, 9, 9], [0, 1, 2, 3], [0, 1, 2, 3]])
+    tokens, count = jnp.pad(tokens, ((0, 0), (0, 6))), jnp.array([3, 4, 4, 4])
+    right, wrong, seen = made._evidence(state, Outcome(tokens, count, jnp.zeros(4, int), jnp.zeros(4, int)))
+    assert right[:, 0].tolist() == [[1, 2], [0, 0], [1, 1], [0, 0]]
+    assert wrong[:, 0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
+    assert seen[:, 0, :2].tolist() == [[[1, 0], [2, 0]], [[0, 1], [0, 0]], [[1, 0], [1, 0]], [[0, 0], [0, 0]]]
+    assert not right[:, 1:].any() | seen[:, 1:].any()
+
+
+def test_a_text_of_wrong_drafts_loses_no_more_than_is_allowed():
+    """A model and a lookup that are always wrong, and are expected to be right."""
+    wrong = hybrid(Boaster(), Counting(), cost=0.25, memory=0.5, accept=0.99)
+    wrong = wrong.replace(prices=loop_prices.simple((1, 3), 2, (0.0, 0.25), 0.1, ((0.99, 0.99), 0.99)))
+    state, _ = (made := loop(wrong)).begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
+    took, plain = np.zeros(3), np.zeros(3)
+    while not state.done.all():
+        before = state
+        state, _ = made.go_on(state, 1)
+        gained = np.asarray(state.length - before.length)
+        took += np.where(gained > 0, state.drafter_state.choice.cost, 0)
+        plain += gained
+        allowed = choosing_drafter.FIRST + choosing_drafter.SHARE * plain
+        assert (took - plain <= allowed + 1e-4).all()
+        np.testing.assert_allclose(state.drafter_state.credit, allowed - (took - plain), atol=1e-4)
+    assert (state.stats.num_drafts > 0).all()
+    assert (state.stats.num_accepted_tokens < state.stats.num_drafts).all()
 
 
 def texts_of_the_target() -> NGram:
@@ -193,8 +351,9 @@ def test_a_good_first_and_a_poor_second():
 
 
 @pytest.mark.full
-def test_a_boasting_first_and_a_good_second():
+def test_a_boasting_first_and_a_good_second(monkeypatch):
     """A method whose drafts are never accepted is no longer chosen."""
+    generous(monkeypatch)
     whole = DraftModel(tiny.TARGET, num_draft_tokens=tiny.K).taking_turns()
     alone = ended(loop(whole, own=tiny.params()))
     together = ended(loop(hybrid(Boaster(), whole, cost=0.3), own=tiny.params()))
@@ -205,12 +364,13 @@ def test_a_boasting_first_and_a_good_second():
 
 
 @pytest.mark.full
-def test_a_second_that_no_row_wants_does_not_run():
+def test_a_model_that_no_row_wants_does_not_run(monkeypatch):
+    generous(monkeypatch)
     state = ended(loop(hybrid(Boaster(), Counting(), cost=0.5, memory=0.0)))
-    assert state.drafter_state.second.tolist() == [0, 0, 0]
+    assert state.drafter_state.own[1].tolist() == [0, 0, 0]
     assert (state.stats.num_drafts > 9).all()
     state = ended(loop(hybrid(Boaster(often=0), Counting(), cost=0.4)))
-    assert (state.drafter_state.second > 0).all()
+    assert (state.drafter_state.own[1] > 0).all()
     # Its wrong drafts do not pay, so most rounds are plain steps.
     assert (2 * state.stats.num_drafts < state.stats.num_rounds).all()
 
@@ -252,10 +412,12 @@ class Branches(Counting):
     ],
 )
 def test_a_tree_costs_all_its_levels_and_nodes(cost, row, budget, expected):
-    drafter = hybrid(tiny.suffix().replace(num_draft_tokens=9), Branches(3), cost=cost)
-    none = jnp.zeros(1, jnp.int32)
-    takes, length = drafter.replace(row_cost=row).choose(Counts.none(1), none, 0.0 * none, none + budget)
-    assert (takes.item(), length.item()) == expected
+    drafter = hybrid(tiny.suffix(), Branches(3), cost=cost)
+    prices = loop_prices.simple((1, 4, 9), 3, (0.0, cost), row, ((0.5, 0.75), 0.75))
+    choice = drafter.replace(prices=prices).choose(
+        state_of(2), (found_of(0),), jnp.array([20]), jnp.array([budget])
+    )
+    assert (choice.candidate.item() != 1, choice.length.item()) == expected
 
 
 @struct.dataclass
@@ -273,17 +435,17 @@ class Reader(LookupDrafter):
 
 
 @pytest.mark.parametrize("kind", ["likely", "drawn"])
-def test_rows_of_a_batch_take_copies_and_trees(kind):
+def test_rows_of_a_batch_take_copies_and_trees(kind, monkeypatch):
     """In the same rounds, with an exact head: whole copies are accepted, and a path of full depth in each tree."""
+    generous(monkeypatch)
     head, target, own = tiny.exact_head("eagle")
     tree = Dynamic(6, depth=3, width=2) if kind == "likely" else Drawn(Shape((-1, -1, 0, 0, 2, 3)))
     head = head.replace(num_draft_tokens=3, tree=tree)
     distribution = Greedy() if kind == "likely" else Sampling(jnp.zeros(3))
 
     def ran(drafter, rounds):
-        made = tiny.Loop(
-            Parts(drafter, tiny.ACCEPTORS["rejection"](), distribution), Weights(target, own), tiny.TARGET
-        )
+        weights = Weights(target, (None, own) if isinstance(drafter, Choosing) else own)
+        made = tiny.Loop(Parts(drafter, tiny.ACCEPTORS["rejection"](), distribution), weights, tiny.TARGET)
         state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
         while not state.done.all():
             before = state
@@ -298,11 +460,11 @@ def test_rows_of_a_batch_take_copies_and_trees(kind):
     assert tiny.generated(state, PROMPTS) == tiny.generated(plain, PROMPTS)
     for before, after in rounds:
         budget = np.asarray(before.limit - before.length - 1)
-        took_first = np.asarray(after.drafter_state.took_first)
+        took_first = np.asarray(after.drafter_state.choice.candidate) == 0
         accepted = np.asarray(after.stats.num_accepted_tokens - before.stats.num_accepted_tokens)
         drafts = budget > 3
         assert (accepted == np.where(took_first, 4, 3))[drafts].all()
-        assert not np.asarray(after.drafter_state.counts.wrong)[drafts].any()
+        assert not np.asarray(after.drafter_state.wrong)[drafts, 1].any()
         seen += [drafts & took_first, drafts & ~took_first]
         both += len(set(took_first[drafts])) == 2
     assert seen.min() >= 2
@@ -325,7 +487,7 @@ def drawn(distribution: Sampling) -> tiny.Loop:
     parts = Parts(
         hybrid(Boaster(2, 2, 0.9), second, FOUR, memory=0.3), tiny.ACCEPTORS["rejection"](), distribution
     )
-    return tiny.Loop(parts, Weights(tiny.params(FOUR), own), FOUR)
+    return tiny.Loop(parts, Weights(tiny.params(FOUR), (None, own)), FOUR)
 
 
 @pytest.mark.full
@@ -338,8 +500,10 @@ def test_texts_follow_the_distribution_where_the_choice_is_close():
 def test_the_choice_is_the_same_whatever_is_drawn(seen, first):
     made = drawn(Sampling(jnp.full(2, 4.0)))
     state, _ = made.begin(((1, 3), (2,)), 9)
-    counts = dataclasses.replace(Counts.none(2), **{name: jnp.full(2, float(n)) for name, n in seen.items()})
-    drafter_state = state.drafter_state._replace(counts=counts)
+    counts = state_of(2, 2, **seen)
+    drafter_state = state.drafter_state._replace(
+        right=jnp.asarray(counts.right), wrong=jnp.asarray(counts.wrong)
+    )
     keys = jax.random.split(jax.random.key(1), (200, 2))
 
     @jax.jit
@@ -348,12 +512,12 @@ def test_the_choice_is_the_same_whatever_is_drawn(seen, first):
         proposal, after, _ = made.parts.drafter.propose(
             keys, made.weights, drafter_state, tiny.view(state), made.parts.distribution
         )
-        return after.took_first, after.promised, proposal.count, proposal.tokens
+        return after.choice, proposal.count, proposal.tokens
 
-    took_first, promised, count, tokens = map(np.asarray, propose(keys))
-    for found in (took_first, promised, count):
+    choice, count, tokens = jax.tree.map(np.asarray, propose(keys))
+    for found in (*choice, count):
         assert (found == found[:1]).all()
-    assert (took_first == first).all()
+    assert (choice.candidate == (0 if first else 1)).all()
     assert first or len(np.unique(tokens)) == FOUR.vocab_size
 
 
@@ -362,9 +526,10 @@ def test_the_choice_is_the_same_whatever_is_drawn(seen, first):
 
 @pytest.mark.full
 @pytest.mark.representatives("layerskip")
-@pytest.mark.parametrize("name", ["draft-model", "layerskip", "draft-verify"])
-def test_a_drafter_that_sat_out_drafts_as_well_as_before(name):
+@pytest.mark.parametrize("name", ["draft-model", "layerskip", "draft-verify", "eagle", "eagle3"])
+def test_a_drafter_that_sat_out_drafts_as_well_as_before(name, monkeypatch):
     """Each row skips up to five consecutive rounds, at different times than its neighbours."""
+    generous(monkeypatch)
     config, second, target, own = whole_drafts()[name]
     made = loop(hybrid(Boaster(9, 5), second.taking_turns(), config, memory=0.0), target, own, config)
     state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
@@ -372,7 +537,7 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name):
     while not state.done.all():
         before = state.stats
         state, _ = made.go_on(state, 1)
-        took_first = np.asarray(state.drafter_state.took_first)
+        took_first = np.asarray(state.drafter_state.choice.candidate) == 0
         drafted = np.asarray(state.stats.num_draft_tokens - before.num_draft_tokens)
         accepted = np.asarray(state.stats.num_accepted_tokens - before.num_accepted_tokens)
         live = drafted > 0
@@ -385,26 +550,34 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name):
 
 @pytest.mark.full
 def test_a_head_reads_what_the_other_drafted():
-    """Also for drafts longer than its own: the result equals that of the head alone."""
+    """Also for drafts longer than its own; hidden states that wait are absorbed in blocks, when it drafts next."""
     head, own = tiny.drafter_of("eagle", "confidence")
     first = texts_of_the_target().replace(num_draft_tokens=9)
-    state, together = [ended(loop(one, own=own)) for one in (head, hybrid(first, head))]
-    assert (together.stats.num_accepted_tokens > state.stats.num_accepted_tokens).all()
-    assert tiny.generated(together, PROMPTS) == tiny.generated(state, PROMPTS)
-    alone, beside = state.drafter_state.own, together.drafter_state.second.own
-    np.testing.assert_allclose(beside.hidden, alone.hidden, atol=1e-5)
+    alone, together = [ended(loop(one, own=own)) for one in (head, hybrid(first, head))]
+    assert (together.stats.num_accepted_tokens > alone.stats.num_accepted_tokens).all()
+    assert tiny.generated(together, PROMPTS) == tiny.generated(alone, PROMPTS)
+    made, state = hybrid(first, head), together.drafter_state
+    assert (state.waiting.count > 0).any()
+    weights = Weights(tiny.params(), (None, own))
+    behind, waiting = made._absorbed_waiting(
+        jnp.bool_(True), weights, state.own, state.waiting, together.length - 1
+    )
+    assert not waiting.count.any()
+    np.testing.assert_allclose(behind[1].own.hidden, alone.drafter_state.own.hidden, atol=1e-5)
 
 
-def test_a_masked_second_is_specialised():
+def test_a_masked_candidate_is_specialised():
     drafter, _ = tiny.drafter_of("hybrid-asd", "constant")
     assert not drafter.static
-    assert dataclasses.replace(drafter, second=drafter.second.replace(static=True)).static
+    masked = drafter.candidates[1].replace(static=True)
+    drafter = dataclasses.replace(drafter, candidates=(drafter.candidates[0], masked))
+    assert drafter.static
     state = loop(drafter, config=drafter.config).begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)[0]
     plans = np.asarray(drafter.plans(state.drafter_state, jnp.ones(3, bool)))
     assert plans.shape == (3, drafter.config.num_layers, 2)
     special = drafter.specialised(LayerPlan.of(plans[0]))
-    assert special.second.plan == LayerPlan.of(plans[0])
-    assert special.first is drafter.first
+    assert special.candidates[1].plan == LayerPlan.of(plans[0])
+    assert special.candidates[0] is drafter.candidates[0]
 
 
 def test_the_draft_model_catches_up_in_blocks():
@@ -461,11 +634,11 @@ def test_wrong_options_are_one_line(options, line):
 
 def test_what_is_known_of_the_second_counts_before_it_has_drafted(monkeypatch):
     made, _ = tiny.language_model().drafter("hybrid", exit_layer=1)
-    assert made.accept.tolist() == [0.75] * made.second.num_draft_tokens
+    assert made.prices.accept[1].tolist() == [0.75] * made.num_draft_tokens
     known = Expectation((0.8, 0.5), 9.0)
     monkeypatch.setattr(methods.LayerSkip, "expectation", lambda *_: known)
     made, _ = tiny.language_model().drafter("hybrid", exit_layer=1, num_draft_tokens=3)
-    np.testing.assert_allclose(made.accept, [0.8, 0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(made.prices.accept[1], [0.8, 0.5, 0.5], rtol=1e-6)
 
 
 def test_it_is_expected_to_draft_as_long_as_it_pays(monkeypatch):
@@ -490,21 +663,21 @@ def test_it_is_expected_to_draft_as_long_as_it_pays(monkeypatch):
 def test_what_it_is_made_of():
     lm = tiny.language_model()
     made, own = lm.drafter("hybrid", exit_layer=1, num_draft_tokens=3)
-    assert own is None
-    assert made.first == lm.drafter("suffix", num_draft_tokens=3)[0]
-    assert made.second == lm.drafter("layerskip", exit_layer=1, num_draft_tokens=3)[0]
+    assert own == (None, None)
+    assert made.candidates[0] == lm.drafter("suffix", num_draft_tokens=3)[0]
+    assert made.candidates[1] == lm.drafter("layerskip", exit_layer=1, num_draft_tokens=3)[0]
     # The draft reads one of two layers and the head, relative to the weights that a step reads.
-    assert float(made.draft_cost) == pytest.approx(tiny.share_of_step(lm, lm.params["layers"][:1], head=True))
+    expected = tiny.share_of_step(lm, lm.params["layers"][:1], head=True)
+    assert tiny.draft_cost(made) == pytest.approx(expected)
     assert made.verify_widths == (1, 4)
     made, own = lm.drafter("hybrid", first="ngram", second="draft-model", draft=tiny.small_model())
-    runs = own["layers"], own.get("head", own["embed"])
-    assert float(made.draft_cost) == pytest.approx(tiny.share_of_step(lm, runs))
-    assert (made.num_draft_tokens, made.verify_widths, made.second.catch_up) == (10, (1, 4, 6, 8, 11), 6)
+    runs = own[1]["layers"], own[1].get("head", own[1]["embed"])
+    assert tiny.draft_cost(made) == pytest.approx(tiny.share_of_step(lm, runs))
+    assert (made.num_draft_tokens, made.candidates[1].catch_up) == (10, 6)
+    assert (made.verify_widths[0], made.verify_widths[-1]) == (1, 11)
     every = lm.drafter("hybrid", second="asd", every=2, keep_last=0)[0]
-    assert float(every.draft_cost) == pytest.approx(
-        tiny.share_of_step(lm, lm.params["layers"][:1], head=True)
-    )
-    assert float(lm.drafter("hybrid", second="ngram")[0].draft_cost) == 0
+    assert tiny.draft_cost(every) == pytest.approx(expected)
+    assert tiny.draft_cost(lm.drafter("hybrid", second="ngram")[0]) == 0
     with pytest.raises(
         ValueError, match="first is layerskip, which drafts with a model; give suffix or ngram"
     ):

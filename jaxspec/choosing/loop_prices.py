@@ -1,0 +1,140 @@
+"""The prices of rounds from which the compiled loop chooses, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.choosing.costs import DraftCost, StepCosts
+
+# The numbers of rows for which prices are given.
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+@struct.dataclass
+class Prices:
+    """The data of a choice among C candidates: the times of rounds, in any unit, and the expected acceptance.
+
+    The time of a round with R rows that still generate, of t tokens each on average, is a time at t = 0 and a time per
+    token. It is the sum of verification, by its width, and of drafting, by the length of the draft or, for a tree, by
+    the depth. Where `model.control.narrowest` runs only the largest width, all widths take its time.
+
+    Attributes:
+      rows: int32[N], rising numbers of rows for which times are given. A batch takes the next larger one.
+      verify: float32[N, W, 2], the time of a verification of each of the drafter's `verify_widths`, and per token.
+      draft: float32[N, C, K + 1, 2], the time of a draft of each length, and per token. It is negative where
+        verification saves more layers than the draft runs. 0 for lookups, which run in every round.
+      accept: float32[C, K], the acceptance of a draft token whose predecessors are accepted, by position, before the
+        first round of a text. Of a lookup only the first two positions are used: the second holds for all further ones.
+    """
+
+    rows: jax.Array
+    verify: jax.Array
+    draft: jax.Array
+    accept: jax.Array
+
+    def of(self, rows: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns `verify` float32[W] and `draft` float32[C, K + 1] for a number of rows and tokens, in plain steps."""
+        at = jnp.minimum(jnp.searchsorted(self.rows, rows), len(self.rows) - 1)
+        verify, draft = (of[at, ..., 0] + of[at, ..., 1] * tokens for of in (self.verify, self.draft))
+        return verify / verify[0], draft / verify[0]
+
+
+def simple(
+    widths: Sequence[int],
+    longest: int,
+    costs: Sequence[float],
+    row_cost: float,
+    accept: Sequence[float | Sequence[float]],
+) -> Prices:
+    """Returns prices for any batch and length, in plain steps.
+
+    Args:
+      widths: the drafter's `verify_widths`.
+      longest: K.
+      costs: of each candidate, the cost of a draft token, or of a level of its trees.
+      row_cost: the cost of each further row of a verification.
+      accept: of each candidate, a number or the acceptance of some positions; the last one holds for later ones.
+
+    Examples:
+      >>> prices = simple((1, 4), 3, costs=(0.0, 0.25), row_cost=0.1, accept=(0.5, (0.8, 0.7)))
+      >>> prices.verify[0, :, 0].tolist(), prices.draft[0, 1, :, 0].tolist()
+      ([1.0, 1.2999999523162842], [0.0, 0.25, 0.5, 0.75])
+    """
+    verify = 1 + row_cost * (np.array(widths) - 1)
+    draft = np.array(costs)[:, None] * np.arange(longest + 1)
+    return _prices((1,), verify[None], draft[None], 0 * verify[None], 0 * draft[None], accept)
+
+
+def measured(
+    costs: StepCosts,
+    drafts: Sequence[DraftCost],
+    trees: Sequence[int],
+    widths: Sequence[int],
+    longest: int,
+    accept: Sequence[float | Sequence[float]],
+    one_width: bool = False,
+) -> Prices:
+    """Returns prices from the costs of steps, for batches of up to `ROWS[-1]` rows.
+
+    Args:
+      costs: of the device.
+      drafts: the work of each candidate's drafts.
+      trees: the number of nodes of each candidate's trees; 0 for chains.
+      widths, longest, accept: as for `simple`.
+      one_width: whether every verification has the largest width.
+
+    Examples:
+      >>> from jaxspec.choosing.costs import guessed
+      >>> work = (DraftCost(lookup=True), DraftCost(layers=1))
+      >>> prices = measured(guessed(10, row=0.1), work, (0, 0), (1, 3), 2, (0.5, 0.5))
+      >>> prices.draft[0, :, :, 0].round(2).tolist()
+      [[0.0, 0.0, 0.0], [0.0, 0.1899999976158142, 0.3799999952316284]]
+    """
+
+    def verify_ms(width: int, live: int, batch: int) -> float:
+        return costs.step_ms(widths[-1] if one_width else width, live=live, batch=batch) + costs.loop_ms
+
+    def draft_ms(draft: DraftCost, nodes: int, length: int, live: int, batch: int) -> float:
+        if draft.copies or not length:
+            return 0.0
+        width = next(width for width in widths if width > (nodes or length))
+        its = dataclasses.replace(draft, widths=(widths[-1] if one_width else width,), lookup=False)
+        return its.round_ms(costs, length, live, batch) - verify_ms(width, live, batch)
+
+    def table(live: int) -> tuple[np.ndarray, np.ndarray]:
+        verify = [[verify_ms(width, live, batch) for width in widths] for batch in ROWS]
+        draft = [
+            [
+                [draft_ms(one, nodes, length, live, batch) for length in range(longest + 1)]
+                for one, nodes in zip(drafts, trees, strict=True)
+            ]
+            for batch in ROWS
+        ]
+        return np.array(verify), np.array(draft)
+
+    (verify, draft), later = table(0), table(1)
+    return _prices(ROWS, verify, draft, later[0] - verify, later[1] - draft, accept)
+
+
+def _prices(
+    rows: Sequence[int],
+    verify: np.ndarray,
+    draft: np.ndarray,
+    verify_token: np.ndarray,
+    draft_token: np.ndarray,
+    accept: Sequence[float | Sequence[float]],
+) -> Prices:
+    longest = draft.shape[-1] - 1
+    known = [np.atleast_1d(np.asarray(one, np.float32))[:longest] for one in accept]
+    return Prices(
+        jnp.array(rows, jnp.int32),
+        jnp.asarray(np.stack([verify, verify_token], axis=-1), jnp.float32),
+        jnp.asarray(np.stack([draft, draft_token], axis=-1), jnp.float32),
+        jnp.asarray(np.stack([np.pad(one, (0, longest - len(one)), mode="edge") for one in known])),
+    )
