@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 from jax.sharding import Mesh
@@ -129,12 +129,12 @@ def given_tokenizer(options: JobOptions) -> Path | None:
     return options.model.tokenizer if options.start == SCRATCH else find_model(options.start)
 
 
-def written_dtype(options: JobOptions) -> str:
+def written_dtype(options: JobOptions) -> Written:
     """Returns the dtype of the written weights: the given one, that of the given model, or bfloat16."""
     if options.dtype != "auto" or options.start == SCRATCH:
         return "bfloat16" if options.dtype == "auto" else options.dtype
     stored = state_sharding.stored_dtype(find_model(options.start))
-    return stored if stored in get_args(Written) else "bfloat16"
+    return cast(Written, stored) if stored in get_args(Written) else "bfloat16"
 
 
 def generation_defaults(options: JobOptions) -> dict[str, Any]:

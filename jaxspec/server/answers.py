@@ -147,7 +147,7 @@ def _method(request: ApiRequest, default: Method, allowed: Sequence[Method] | No
         return default
     if allowed is not None:
         for one in (default, *allowed):
-            if one.name == request.method and one.given | request.method_options == one.given:
+            if one.name == request.method and {**one.given, **request.method_options} == one.given:
                 return one
         names = ", ".join(dict.fromkeys(one.name for one in (default, *allowed)))
         raise BadField(
