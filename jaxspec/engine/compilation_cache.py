@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.host.user_cache import user_cache
+from jaxspec.host.user_cache import drop_unused, mark_used, user_cache
 
 # `bypassed.now`: whether this thread compiles without JAX's cache.
 _bypass = threading.local()
@@ -85,6 +85,8 @@ def _heal() -> bool:
         if getattr(_bypass, "now", False):
             return None, None
         try:
+            if bypasses():  # else the directory is the user's own
+                mark_used(_entry(cache_key))
             return read(cache_key, *args, **more)
         except Exception:  # from zlib or XLA, depending on the damage
             _remove(cache_key)
@@ -97,6 +99,8 @@ def _heal() -> bool:
             return
         try:
             write(cache_key, *args, **more)
+            if bypasses():
+                drop_unused(_entry(cache_key).parent)
         except OSError as error:
             _remove(cache_key)
             _warn_once(f"cannot be written ({error.strerror}); the next start compiles again")
@@ -106,9 +110,13 @@ def _heal() -> bool:
     return True
 
 
+def _entry(cache_key: str) -> Path:
+    return Path(jax.config.values["jax_compilation_cache_dir"], f"{cache_key}-cache")
+
+
 def _remove(cache_key: str) -> None:
     with contextlib.suppress(OSError):
-        Path(jax.config.values["jax_compilation_cache_dir"], f"{cache_key}-cache").unlink()
+        _entry(cache_key).unlink()
 
 
 @functools.cache

@@ -312,9 +312,13 @@ def check_text(name: str, text: str) -> None:
     Raises:
       ValueError: the text has a surrogate.
     """
-    at = next((at for at, one in enumerate(text) if "\ud800" <= one <= "\udfff"), None)
-    if at is not None:
-        raise ValueError(f"{name} is not text in UTF-8: it has the surrogate {text[at]!a} at position {at}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise ValueError(
+            f"{name} is not text in UTF-8: it has the surrogate {text[at]!a} at position {at}"
+        ) from None
 
 
 def requests_of(

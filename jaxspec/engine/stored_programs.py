@@ -29,7 +29,7 @@ from jaxspec.engine import compilation_cache
 from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.host import files
 from jaxspec.host.processor import processor
-from jaxspec.host.user_cache import user_cache
+from jaxspec.host.user_cache import drop_unused, mark_used, user_cache
 
 # Packages whose code is part of the key. A program with a drafter of another package is not stored.
 _OWN = ("jaxspec", "jax", "jaxlib", "builtins", "collections", "flax", "numpy")
@@ -97,6 +97,7 @@ class Key:
             content = self.path.read_bytes()
             if hashlib.sha256(content[32:]).digest() != content[:32]:
                 raise ValueError("damaged")
+            mark_used(self.path)
             return use(*pickle.loads(content[32:]))
         except Exception:  # from pickle or XLA: the program is compiled and written again
             with contextlib.suppress(OSError):
@@ -120,6 +121,7 @@ class Key:
             content = pickle.dumps(tuple(map(pickle.dumps, parts)))
             self.path.parent.mkdir(parents=True, exist_ok=True)
             files.write_atomic(self.path, hashlib.sha256(content).digest() + content)
+            drop_unused(self.path.parents[1])  # the programs of all versions
 
 
 def version() -> str:

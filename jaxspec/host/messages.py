@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +38,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that is most similar to an unknown one; None if none is, or the name is too long.
+
+    Examples:
+      >>> nearest("max_tokns", ["max_tokens", "seed"]), nearest("max_tokens" * 10**6, ["max_tokens"])
+      ('max_tokens', None)
+    """
+    found = difflib.get_close_matches(name, known, n=1) if len(name) <= _MAX_WORD else []
+    return found[0] if found else None
+
+
 def fitted(text: str) -> str:
     """Returns a message as one line of at most 300 printable characters.
 
@@ -47,9 +59,8 @@ def fitted(text: str) -> str:
       >>> fitted("a\\x1b[2J\\nb"), len(fitted("x" * 1000 + " is missing"))
       ('a\\\\x1b[2J b', 101)
     """
-    text = "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in " ".join(text.split())
-    )
+    text = _shortened(" ".join(text.split()), 100 * _MAX_MESSAGE)  # a client may send a name of megabytes
+    text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
     if len(text) > _MAX_MESSAGE:
         text = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda word: _shortened(word[0], _MAX_WORD), text)
     return _shortened(text, _MAX_MESSAGE)

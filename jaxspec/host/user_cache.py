@@ -11,6 +11,9 @@ import platformdirs
 
 from jaxspec.host.files import read_json, write_json
 
+# The most bytes of compiled programs in each directory of them.
+MAX_BYTES = 2 * 2**30
+
 
 def user_cache() -> Path | None:
     """Returns the cache directory, which need not exist; None if there is none.
@@ -25,6 +28,31 @@ def user_cache() -> Path | None:
         return Path(named or platformdirs.user_cache_dir("jaxspec")).expanduser()
     except RuntimeError:  # from `expanduser`: there is no home directory
         return None
+
+
+def mark_used(path: Path) -> None:
+    """Sets the time of a file, which `drop_unused` reads, to now."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def drop_unused(directory: Path) -> None:
+    """Removes the files within a directory that were used least recently while all have more than `MAX_BYTES`.
+
+    Clients of a server and lines of a batch choose options of methods, and each choice has programs of its own.
+    """
+    found = []
+    for path in directory.rglob("*"):
+        with contextlib.suppress(OSError):  # another process may remove it
+            status = path.stat()
+            found += [(status.st_mtime, status.st_size, path)] if path.is_file() else []
+    size = sum(size for _, size, _ in found)
+    for _, own, path in sorted(found):
+        if size <= MAX_BYTES:
+            return
+        size -= own
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def kept(path: Path | None) -> Any:

@@ -6,14 +6,13 @@ The names of further fields (`top_k`, `min_tokens`, `ignore_eos`, …) and of `m
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxspec.host.arguments import flag, listed, real, whole
-from jaxspec.host.messages import fitted, shown
+from jaxspec.host.messages import fitted, nearest, shown
 from jaxspec.sampling import is_greedy
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -196,8 +195,8 @@ def _check_names(body: Mapping[str, Any], known: Collection[str]) -> None:
         if name in known:
             continue
         if name not in _UNSUPPORTED:
-            near = difflib.get_close_matches(name, [*known, *_PYTHON], n=1)
-            meant = f"; perhaps you meant {_PYTHON.get(near[0], near[0])}" if near else ""
+            near = nearest(name, [*known, *_PYTHON])
+            meant = f"; perhaps you meant {_PYTHON.get(near, near)}" if near else ""
             raise BadField(f"unknown field {shown(name)}{meant}", name)
         if value is not None and value not in _UNSUPPORTED[name]:
             raise BadField(f"{name} is not supported; leave it out", name)

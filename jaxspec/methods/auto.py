@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # The longest draft: longer ones are rarely accepted whole, and each verification is compiled for this length.
 _USUAL = 10
+# The most candidates: each is built, and has a price in each choice.
+_MOST = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class Auto(DraftingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(self.among) > _MOST:
+            raise ValueError(f"among names {len(self.among)} methods; give at most {_MOST}")
         for kind in map(_kind, self.among):
             if not kind.options() or issubclass(kind, Auto):
                 raise ValueError(f"among names {kind.name!r}; give methods that draft")

@@ -27,6 +27,8 @@ T = TypeVar("T")
 # The largest number of draft tokens. Verification is compiled for every draft length up to K, so a larger K only takes
 # longer to compile.
 MAX_DRAFT_TOKENS = 128
+# The most values of an option with several, such as files: a client of a server may give any number.
+MAX_VALUES = 1000
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -374,6 +376,8 @@ def _taken(field: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
         values = [value] if isinstance(value, (str, os.PathLike, Method)) else listed(value)
         if values is None:
             raise ValueError(f"{name} is {shown(value)}; give a text or several")
+        if len(values) > MAX_VALUES:
+            raise ValueError(f"{name} has {len(values)} values; give at most {MAX_VALUES}")
         return tuple(_one(name, f"{name}[{index}]", one, inner) for index, one in enumerate(values))
     return _one(name, name, value, hint)
 

@@ -8,7 +8,6 @@ Another package adds a method with an entry point of the group `jaxspec.methods`
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -17,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from jaxspec.host.messages import nearest, shown
 from jaxspec.methods.base import Method
 
 GROUP = "jaxspec.methods"
@@ -85,9 +85,9 @@ def find(name: str) -> type[Method]:
         return built_in()[name]
     if name in _entry_points():
         return _loaded(_entry_points()[name])
-    guess = difflib.get_close_matches(name, names(), n=1)
-    meant = f"perhaps you meant {guess[0]}; " if guess else ""
-    raise ValueError(f"unknown method {name!r}; {meant}the methods are {', '.join(names())}")
+    guess = nearest(name, names())
+    meant = f"perhaps you meant {guess}; " if guess else ""
+    raise ValueError(f"unknown method {shown(name)}; {meant}the methods are {', '.join(names())}")
 
 
 def available() -> tuple[dict[str, type[Method]], list[str]]:
@@ -201,7 +201,6 @@ def unknown(name: str, known: Collection[str]) -> str:
       >>> unknown("max_tokens", ["max_new_tokens", "seed"])
       'unknown option max_tokens; perhaps you meant max_new_tokens'
     """
-    others = [other for other in known if other != name]
-    guess = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, others, n=1)
-    remedy = f"perhaps you meant {guess[0]}" if guess else "see help(jaxspec.LanguageModel.generate)"
+    guess = _ELSEWHERE.get(name) or nearest(name, [other for other in known if other != name])
+    remedy = f"perhaps you meant {guess}" if guess else "see help(jaxspec.LanguageModel.generate)"
     return f"unknown option {name}; {remedy}"

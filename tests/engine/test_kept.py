@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -12,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from jaxspec.choosing.beliefs import Counts
 from jaxspec.choosing.policy import Times
 from jaxspec.engine import compilation_cache
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.stored_programs import Key
+from jaxspec.host import user_cache
 from jaxspec.io.methods import auto_file
 from jaxspec.methods import registry
 from tests import caching, tiny
@@ -61,6 +64,61 @@ def test_a_damaged_program_is_compiled_and_stored_again(kept, damage):
         executables = Executables()
         assert executables.call(doubled, jnp.ones(2))["twice"].tolist() == [2, 2]
         assert executables.num_compilations == compiled
+
+
+def test_programs_that_are_not_used_make_room(kept, monkeypatch):
+    """A client that asks for ever new programs does not fill the disk."""
+    sizes = {}
+
+    def path_of(size):
+        return Key(doubled, (jnp.ones(size),), {}).path
+
+    def used(size):
+        Executables().call(doubled, jnp.ones(size))
+        sizes[size] = path_of(size).stat().st_size
+        os.utime(path_of(size), (len(sizes), len(sizes)))  # a disk may keep only the seconds
+
+    for size in (2, 3, 4):
+        used(size)
+    other = kept / "programs" / "of another version" / "program"
+    other.parent.mkdir()
+    other.write_bytes(bytes(100))
+    os.utime(other, (0, 0))
+    Executables().call(doubled, jnp.ones(2))  # reads it
+    monkeypatch.setattr(user_cache, "MAX_BYTES", sizes[2] + sizes[4] + max(sizes.values()) + 99)
+    used(5)
+    assert [size for size in (2, 3, 4, 5) if path_of(size).exists()] == [2, 4, 5]
+    assert not other.exists()
+
+
+def test_the_cache_of_jax_has_a_limit_too(kept, monkeypatch):
+    def compiled(size):
+        jax.clear_caches()
+        return jax.jit(lambda x: 7 * jnp.cumsum(x))(np.ones(size))
+
+    def entries():
+        return set((kept / "compiled").glob("*-cache"))
+
+    compiled(2)
+    first = entries()
+    compiled(3)
+    second = entries() - first
+    for number, path in enumerate([*first, *second]):
+        os.utime(path, (number, number))
+    compiled(2)
+    size = sum(path.stat().st_size for path in entries())
+    monkeypatch.setattr(user_cache, "MAX_BYTES", size + min(path.stat().st_size for path in second) // 2)
+    compiled(4)
+    assert first < entries()
+    assert second - entries()
+    jax.config.update(
+        "jax_compilation_cache_dir", str(kept / "compiled" / ".." / "compiled")
+    )  # the user's own
+    jax_cache.reset_cache()
+    monkeypatch.setattr(user_cache, "MAX_BYTES", 0)
+    before = entries()
+    compiled(5)
+    assert before < entries()
 
 
 def test_a_program_belongs_to_its_settings_and_versions(kept):
