@@ -280,6 +280,25 @@ def test_exact_texts_have_programs_of_their_own(lm, sessions, monkeypatch):
     assert sessions(scheduler) == [2, 1]
 
 
+def test_a_lossy_request_shares_no_batch_with_a_lossless_one(lm, sessions):
+    scheduler = Scheduler(lm)
+    for acceptor in (None, "typical", "block", "typical"):
+        add(scheduler, SHORT[0], method="ngram", temperature=1.0, acceptor=acceptor)
+    assert sessions(scheduler) == [1, 2, 1]
+
+
+def test_end_tokens_and_minima_of_0_need_no_programs_of_their_own(lm, sessions):
+    scheduler = Scheduler(lm)
+    for options in (
+        {},
+        {"ignore_eos": False},
+        {"min_new_tokens": 0},
+        {"ignore_eos": False, "min_new_tokens": 0},
+    ):
+        add(scheduler, SHORT[0], method="autoregressive", **options)
+    assert sessions(scheduler) == [4]
+
+
 def test_seeds_and_copies(lm):
     """A request with a seed draws as it does alone; its copies draw as those of `n`."""
     options = {"temperature": 1.0, "method": "ngram", "max_new_tokens": BUDGET, "ignore_eos": True}

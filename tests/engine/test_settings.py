@@ -390,6 +390,44 @@ def test_no_end_of_text_before_min_new_tokens(method):
     assert lm.generate(PROMPTS[0], max_new_tokens=9, method=method).tokens == found[0].tokens
 
 
+def test_a_bad_word_that_is_an_end_token_still_ends_texts():
+    """As in transformers; where end tokens are ignored, it is banned as other words are."""
+    lm = tiny.language_model(eos_token_ids=tuple(range(0, tiny.TARGET.vocab_size, 2)))
+    free = lm.generate(PROMPTS[0], max_new_tokens=9)
+    end = free.tokens[-1]
+    assert free.finish_reason == "eos"
+    lm.defaults |= {"bad_words_ids": [[end]]}
+    assert lm.generate(PROMPTS[0], max_new_tokens=9).tokens == free.tokens
+    assert end not in lm.generate(PROMPTS[0], max_new_tokens=9, ignore_eos=True).tokens
+
+
+def test_a_minimum_of_new_tokens_comes_before_the_length_of_the_model():
+    lm = tiny.language_model(eos_token_ids=tuple(range(0, tiny.TARGET.vocab_size, 2)))
+    free = [lm.generate(prompt, max_new_tokens=9).tokens for prompt in PROMPTS]
+    at = next(at for at, tokens in enumerate(free) if len(tokens) < 5)
+    prompt = PROMPTS[at]
+    lm.defaults |= {"min_length": len(lm.encode(prompt) if isinstance(prompt, str) else prompt) + 5}
+    found = {
+        least: lm.generate(prompt, max_new_tokens=9, min_new_tokens=least).tokens for least in (None, 0, 7)
+    }
+    assert found[0] == free[at]
+    assert len(found[None]) > 5
+    assert len(found[7]) > 7
+    # The length counts the prompt, and a prompt that is long enough ends the ban.
+    lm.defaults |= {"min_length": 1}
+    assert lm.generate(prompt, max_new_tokens=9).tokens == free[at]
+
+
+def test_a_token_that_must_not_begin_a_text_may_follow():
+    lm = tiny.language_model()
+    first = lm.generate(PROMPTS[0], max_new_tokens=1).tokens[0]
+    allowed = {3, 4, 5} - {first}
+    lm.defaults |= {"begin_suppress_tokens": sorted({*range(13)} - allowed)}
+    found = lm.generate(PROMPTS[0], max_new_tokens=9, ignore_eos=True).tokens
+    assert found[0] in allowed
+    assert not set(found[1:]) <= allowed
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
