@@ -78,7 +78,7 @@ class Batch(AnswerOptions):
             raise ValueError(f"`output` {output} is not a file; give the name of a file")
         status = 0
         kept = "jaxspec: terminated; the results so far are kept, and the same command goes on from here"
-        with interrupts.ends_at_sigterm(kept), Progress("loading the model", logs=True) as progress:
+        with interrupts.ends_at_sigterm(kept), Progress("loading the model") as progress:
             lm = self.model.load(self.chat_template, self.prefix_cache)
             from jaxspec.engine.batch import Batch as Answering
 

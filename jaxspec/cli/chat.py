@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from jaxspec.console.errors import in_options, one_line
 from jaxspec.console.interrupts import Interruptible
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import printable, shows_colour, tell
+from jaxspec.host.messages import nearest
 from jaxspec.host.progress import Progress, hidden
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ class _Chat:
                 return "the conversation begins anew"
             case "/help":
                 return _HELP
-        near = difflib.get_close_matches(name, [line.split()[0] for line in _HELP.splitlines()], n=1)
-        meant = f"perhaps you meant {near[0]}; " if near else ""
+        near = nearest(name, [line.split()[0] for line in _HELP.splitlines()])
+        meant = f"perhaps you meant {near}; " if near else ""
         raise ValueError(f"unknown command {name!r}; {meant}/help lists the commands")
 
     def _answer(self, text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import io
@@ -27,6 +26,7 @@ from tyro.constructors import (
 
 from jaxspec.console.docs import attribute_docs, description_of
 from jaxspec.console.errors import in_options, option_names
+from jaxspec.host.messages import nearest
 from jaxspec.io.embedded import EMBEDDED
 
 # Names of values in the help, by the type and the name of an option. `_BY_TYPE` is for the other options of a type.
@@ -47,6 +47,17 @@ _METAVARS: dict[type, dict[str, str]] = {
     },
 }
 _BY_TYPE = {int: "N", float: "X", str: "TEXT"}
+# What other tools call an option, and ours.
+_ELSEWHERE = {
+    "--temp": "--temperature",
+    "--max-tokens": "--max-new-tokens",
+    "--n-predict": "--max-new-tokens",
+    "--system-prompt": "--system",
+    "-n": "--max-new-tokens",
+    "-m": "--model",
+}
+# Their options for the text, which is an argument here.
+_PROMPTS = ("-p", "--prompt")
 # Defaults to show for options whose dataclass has None, because the code that reads them replaces None.
 _DEFAULTS = {"model": EMBEDDED}
 
@@ -187,8 +198,11 @@ def _unknown(argv: Sequence[str], known: set[str]) -> str | None:
     unknown = [name for name in dict.fromkeys(names) if name.replace("_", "-") not in known]
     if not unknown:
         return None
-    near = difflib.get_close_matches(unknown[0], sorted(known), n=1)
-    meant = f"; perhaps you meant {near[0]}" if near else ""
+    first = unknown[0].replace("_", "-")
+    near = _ELSEWHERE[first] if _ELSEWHERE.get(first) in known else nearest(first, known)
+    meant = "" if near is None else f"; perhaps you meant {near}"
+    if first in _PROMPTS and "--system" in known:
+        meant = "; give the text without an option, in quotes"
     return f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}{meant}"
 
 

@@ -14,6 +14,8 @@ from typing import Any
 _MAX_BITS = 1024
 # The maximum number of characters of a message, for any content of a file, and of a word in a longer message.
 _MAX_MESSAGE, _MAX_WORD = 300, 90
+# The least similarity of a suggestion, see `difflib`; at .71, --system would be suggested for --temp.
+_NEAR = 0.75
 # The maximum number of characters of a value in a message.
 _MAX_VALUE = 70
 
@@ -39,14 +41,19 @@ def counted(number: int, noun: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that is most similar to an unknown one; None if none is, or the name is too long.
+    """Returns the known name that a misspelled one probably stands for; None if none is similar, or it is too long.
+
+    Leading dashes and slashes do not count.
 
     Examples:
-      >>> nearest("max_tokns", ["max_tokens", "seed"]), nearest("max_tokens" * 10**6, ["max_tokens"])
-      ('max_tokens', None)
+      >>> nearest("--temprature", ["--temperature", "--system"]), nearest("--temp", ["--system"])
+      ('--temperature', None)
     """
-    found = difflib.get_close_matches(name, known, n=1) if len(name) <= _MAX_WORD else []
-    return found[0] if found else None
+    if len(name) > _MAX_WORD:
+        return None
+    by_name = {one.lstrip("-/").lower(): one for one in sorted(known)}
+    near = difflib.get_close_matches(name.lstrip("-/").lower(), by_name, n=1, cutoff=_NEAR)
+    return by_name[near[0]] if near else None
 
 
 def fitted(text: str) -> str:

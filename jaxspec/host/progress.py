@@ -1,6 +1,6 @@
 """Progress of work that takes more than a second: one line on standard error, updated in place.
 
-Only a terminal or a notebook shows it. Elsewhere only activities with `logs` are written, as a line from time to time.
+Only a terminal or a notebook shows it. Elsewhere a copy is written every 30 seconds, as a line of a log.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ class Progress:
 
     Args:
       what: the first description.
-      logs: whether a standard error that does not show the line gets a copy of it every 30 seconds.
 
     Examples:
       >>> with Progress("loading") as progress:
       ...     progress("compiling")
     """
 
-    def __init__(self, what: str | None = None, *, logs: bool = False) -> None:
-        self.logs = logs
+    def __init__(self, what: str | None = None) -> None:
         self._began: tuple[float, int] | None = None
         if what is not None:
             self(what)
@@ -142,8 +140,7 @@ class _Line:
     def set(self, activity: Progress, what: str) -> None:
         """Sets the description of an activity, which becomes the innermost if it is new."""
         with self.lock:
-            seen = is_shown() or activity.logs or any(one.logs for one in self._activities)
-            if not seen or self._activities.get(activity) == what:
+            if self._activities.get(activity) == what:
                 return
             self._since = time.monotonic()
             begins = not self._activities

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 from pathlib import Path
+
+from jaxspec.host.messages import nearest
 
 # The default model.
 EMBEDDED = "large"
@@ -89,5 +90,5 @@ def comes_along(directory: str | os.PathLike[str], name: str) -> bool:
 def names_and_guess(name: str) -> str:
     """Returns the names of models for an error about an unknown `name`, with the closest match if any."""
     names = [*embedded_names(), *PUBLISHED]
-    near = difflib.get_close_matches(name.lower(), names, 1)
-    return ", ".join(names) + (f" (perhaps you meant {near[0]})" if near else "")
+    near = nearest(name, names)
+    return ", ".join(names) + (f" (perhaps you meant {near})" if near else "")

@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -185,7 +185,7 @@ def check_known(given: Iterable[str], others: Iterable[str] = ()) -> None:
     known = {one for method in available()[0].values() for one in method.options()}
     for option in given:
         if option not in known:
-            raise ValueError(unknown(option, [*known, *others]))
+            raise ValueError(unknown(option, known, others))
 
 
 def _these(having: Sequence[str]) -> str:
@@ -194,13 +194,23 @@ def _these(having: Sequence[str]) -> str:
     return f"it is an option of {', '.join(having[:-1])} and {having[-1]}"
 
 
-def unknown(name: str, known: Collection[str]) -> str:
+def unknown(name: str, options: Iterable[str], arguments: Iterable[str] = ()) -> str:
     """Returns the error message for an argument that does not exist, with a similar one as a suggestion.
 
+    Args:
+      name: the argument.
+      options: names of the methods' options.
+      arguments: names of the other arguments of a call in Python; none if the argument is from elsewhere.
+
     Examples:
-      >>> unknown("max_tokens", ["max_new_tokens", "seed"])
+      >>> unknown("max_tokens", [], ["max_new_tokens", "seed"])
       'unknown option max_tokens; perhaps you meant max_new_tokens'
+      >>> unknown("best_of", ["num_draft_tokens"])
+      'unknown option best_of; no method has it'
     """
-    guess = _ELSEWHERE.get(name) or nearest(name, [other for other in known if other != name])
-    remedy = f"perhaps you meant {guess}" if guess else "see help(jaxspec.LanguageModel.generate)"
+    arguments = tuple(arguments)
+    others = [other for other in (*options, *arguments) if other != name]
+    guess = _ELSEWHERE.get(name) or nearest(name, others)
+    otherwise = "see help(jaxspec.LanguageModel.generate)" if arguments else "no method has it"
+    remedy = f"perhaps you meant {guess}" if guess else otherwise
     return f"unknown option {name}; {remedy}"

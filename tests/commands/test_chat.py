@@ -97,6 +97,7 @@ def test_commands(run, model, template):
     ("line", "message"),
     [
         ("/stat", "unknown command '/stat'; perhaps you meant /stats; /help lists the commands"),
+        ("/set", "unknown command '/set'; /help lists the commands"),
         ("/method", "no method; give a name"),
         ("/method ngrm", "unknown method 'ngrm'; perhaps you meant ngram"),
         ("/method ngram --exit-layer 3", "--exit-layer"),

@@ -138,6 +138,7 @@ def test_options_are_taken_as_their_types_say():
     [
         ("guess", {}, "unknown method 'guess'; the methods are adaspeed, adaspeed-probe, asd,"),
         ("layerskip", {"exit_layr": 3}, "unknown option exit_layr; perhaps you meant exit_layer"),
+        ("layerskip", {"frobnicate": 3}, "unknown option frobnicate; "),
         ("layerskip", {"max_tokens": 3}, "unknown option max_tokens; perhaps you meant max_new_tokens"),
         (
             "layerskip",

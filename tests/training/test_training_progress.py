@@ -101,7 +101,7 @@ def test_what_a_run_says(folder, capsys):
     assert sft.main(arguments(folder, "says", "--steps", "10")) == 0
     said = capsys.readouterr().err
     assert "held-out tokens of 1 kind, run in" in said
-    assert "step 0/10  compiling" in said
+    assert "step 0/10  compiling, then step 1 of 10" in said
     assert not re.search(r"\b0 min|\b0 tok|[^,.\d]0 tokens/s|kinds", said)
     middle, last = (line for line in said.splitlines() if "held-out " in line and line.startswith("step "))
     assert re.fullmatch(r"step 5/10  loss \S+  held-out \S+  [\d,]+ tokens/s  about \d+ (s|min) left", middle)

@@ -1,4 +1,4 @@
-"""The progress of long work: `jaxspec.host.progress` in a terminal or notebook, lines for a log elsewhere."""
+"""The progress of long work: `jaxspec.host.progress`, and lines with figures for a log."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ class Progress:
     def update(self, done: int, figures: str) -> None:
         """Shows the number of finished units, and figures about them."""
         self.done = done
-        self._shown(self._text(figures))
+        if progress.is_shown():
+            self._shown(self._text(figures))
+        else:  # the lines below take the place of the copies of the line
+            self._shown.stop()
         now = self._clock()
         wait = min(MAX_S, max(FIRST_S, SHARE * (now - self._begin)))
         if not progress.is_shown() and now - self._last_line >= wait:

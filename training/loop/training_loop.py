@@ -246,7 +246,7 @@ class Loop:
             self._pace.forget()
             self._losses.clear()
         if not self._compiled:
-            progress.doing("compiling")
+            progress.doing(f"compiling, then step {finished + 1} of {self.options.steps}")
         batch = next(self.batches)
         _check_batch(batch, self.vocab_size, finished + 1, self.checkpoints)
         state, measured = self.step_fn(state, state_sharding.place_batch(self.mesh, batch, rows_axis=1))
