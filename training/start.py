@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from jax.sharding import Mesh
@@ -134,7 +134,7 @@ def written_dtype(options: JobOptions) -> Written:
     if options.dtype != "auto" or options.start == SCRATCH:
         return "bfloat16" if options.dtype == "auto" else options.dtype
     stored = state_sharding.stored_dtype(find_model(options.start))
-    return cast(Written, stored) if stored in get_args(Written) else "bfloat16"
+    return next((name for name in get_args(Written) if name == stored), "bfloat16")
 
 
 def generation_defaults(options: JobOptions) -> dict[str, Any]:

@@ -177,8 +177,8 @@ def _marked(document: Document, whole: Encoding, bos: int | None, ends: Sequence
                 learn[own[found[0] + 1 :]] = False
         ended = bool(stops[within >= answers[-1]].any())
     else:
-        at = max(np.flatnonzero(stops), default=-1)
-        ended = bool(at >= 0) and not document.text[whole.offsets[at][1] :].strip()
+        at = int(max(np.flatnonzero(stops), default=-1))
+        ended = at >= 0 and not document.text[whole.offsets[at][1] :].strip()
         learn[at + 1 :] &= not ended
     ids, learned = list(whole.ids), learn.tolist()
     if bos is not None and ids[:1] != [bos]:
