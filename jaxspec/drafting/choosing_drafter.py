@@ -238,8 +238,8 @@ class Choosing(Drafter):
 
     @property
     def _num_waiting(self) -> int:
-        """T, the number of hidden states that can wait: those of two rounds."""
-        return 2 * (self.num_draft_tokens + 1)
+        """T, the number of hidden states that can wait: those of a round, and up to K of the rounds before."""
+        return 2 * self.num_draft_tokens + 1
 
     @property
     def aux_layers(self) -> tuple[llama.AuxLayer, ...]:
