@@ -320,11 +320,16 @@ def _build(
         return drafter, own
 
     drafter, own = jax.eval_shape(build)
-    if isinstance(own, dict) and "layers" in own and not drafter.aux_layers:
-        model = drafts[-1] if drafts else target.config
-        own = place.put_params(own, model.truncated(len(own["layers"])))
-    elif own is not None:
-        own = place.put(own)
+
+    def put(own: Any) -> Any:
+        if isinstance(own, tuple):  # of the candidates of a choice
+            return tuple(map(put, own))
+        if isinstance(own, dict) and "layers" in own and not drafter.aux_layers:
+            model = drafts[-1] if drafts else target.config
+            return place.put_params(own, model.truncated(len(own["layers"])))
+        return None if own is None else place.put(own)
+
+    own = put(own)
     leaves = jax.tree.leaves(own)
     return drafter, own, [leaf for leaf, same in zip(leaves, shared, strict=True) if same]
 

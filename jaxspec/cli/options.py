@@ -247,7 +247,7 @@ class TextOptions(AnswerOptions):
 
     Attributes:
       prompt: the text to continue; or give --prompt-file, or a pipe.
-      prompt_file: read the prompt from a file (- for standard input), without its last newline.
+      prompt_file: a file with the prompt; - is standard input.
       chat: the prompt is a message: apply the chat template.
       messages: a JSON file with a conversation instead of a prompt: a list of messages with `role` and `content`. A
         last message of the assistant is continued.

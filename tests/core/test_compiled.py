@@ -204,7 +204,8 @@ def test_other_heads_copy_no_cache_and_lower_for_accelerators(lm, method):
 
 
 def as_bfloat16(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    large = shape.dtype == jnp.float32 and shape.size > 4  # not the numbers of four rows
+    # Not the numbers of four rows, nor counts of two candidates.
+    large = shape.dtype == jnp.float32 and shape.size > 4 and shape.shape[-1:] != (2,)
     return jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16 if large else shape.dtype)
 
 
