@@ -59,14 +59,12 @@ class Penalties:
         def kept(setting: jax.Array | None, neutral: float) -> jax.Array | None:
             return None if setting is None else jnp.where(live, setting, neutral)
 
-        until = None if self.until is None else jnp.where(live[:, None], self.until, 0)
-        repetition, presence = kept(self.repetition, 1.0), kept(self.presence, 0.0)
         return dataclasses.replace(
             self,
-            repetition=repetition,
-            presence=presence,
+            repetition=kept(self.repetition, 1.0),
+            presence=kept(self.presence, 0.0),
             frequency=kept(self.frequency, 0.0),
-            until=until,
+            until=None if self.until is None else jnp.where(live[:, None], self.until, 0),
         )
 
     def active(self, length: jax.Array) -> jax.Array:

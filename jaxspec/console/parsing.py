@@ -47,7 +47,7 @@ _METAVARS: dict[type, dict[str, str]] = {
     },
 }
 _BY_TYPE = {int: "N", float: "X", str: "TEXT"}
-# What other tools call an option, and ours.
+# Our option for the names of other tools.
 _ELSEWHERE = {
     "--temp": "--temperature",
     "--max-tokens": "--max-new-tokens",

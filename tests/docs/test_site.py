@@ -75,7 +75,7 @@ def build(directory: Path, folder: Path) -> subprocess.CompletedProcess:
 
 
 class Page(html.parser.HTMLParser):
-    """What a page shows, and what the browser loads for it from elsewhere.
+    """The content of a page in a browser, and the addresses that it loads from other hosts.
 
     Attributes:
       text: the text outside code.

@@ -292,7 +292,7 @@ def test_prices_follow_the_rows_and_the_length():
 
 
 def test_matches_are_judged_by_the_text_whether_or_not_they_were_verified():
-    """As many right tokens as the round committed; the next one is only known to be wrong if it was committed."""
+    """A match has the right tokens that the round committed; a wrong one counts only where a token was committed."""
     made = three()
     state = state_of(3, 4)
     found = Found(jnp.tile(jnp.arange(9), (4, 1)), jnp.array([9, 9, 2, 0]), jnp.array([9.0, 0.5, 2.0, 0.0]))

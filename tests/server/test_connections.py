@@ -152,6 +152,16 @@ def test_a_body_that_is_too_long_is_refused_before_it_comes(length, monkeypatch)
         assert (await end(reader)).startswith(b"HTTP/1.1 413 ")
 
 
+async def running(clients, scheduler):
+    """Returns the reader of a request whose text is held back until the scheduler's gate opens."""
+    scheduler.gate.clear()
+    body = json.dumps({"prompt": "ab", "max_tokens": 3}).encode()
+    reader, _ = await clients(REQUEST % len(body) + body)
+    while not scheduler.rows:
+        await asyncio.sleep(0.01)
+    return reader
+
+
 def test_new_connections_take_the_place_of_those_that_wait_longest(monkeypatch):
     monkeypatch.setattr(connections, "HEAD_S", 3600.0)
     monkeypatch.setattr(connections, "most_connections", lambda: 3)
@@ -159,11 +169,7 @@ def test_new_connections_take_the_place_of_those_that_wait_longest(monkeypatch):
 
     @served(scheduler)
     async def test(clients):
-        scheduler.gate.clear()
-        body = json.dumps({"prompt": "ab", "max_tokens": 3}).encode()
-        runs, _ = await clients(REQUEST % len(body) + body)
-        while not scheduler.rows:
-            await asyncio.sleep(0.01)
+        runs = await running(clients, scheduler)
         held = [await clients(HEAD) for _ in range(20)]
         for reader, _ in held[:-2]:
             await end(reader)
@@ -178,11 +184,7 @@ def test_a_connection_is_refused_where_all_others_are_served(monkeypatch):
 
     @served(scheduler)
     async def test(clients):
-        scheduler.gate.clear()
-        body = json.dumps({"prompt": "ab", "max_tokens": 3}).encode()
-        runs, _ = await clients(REQUEST % len(body) + body)
-        while not scheduler.rows:
-            await asyncio.sleep(0.01)
+        runs = await running(clients, scheduler)
         refused, _ = await clients(HEAD + b"\r\n")
         assert await end(refused) == b""
         scheduler.gate.set()
