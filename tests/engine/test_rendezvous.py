@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxspec.console import rendezvous
 from jaxspec.console.rendezvous import meet
 
 
@@ -85,24 +87,26 @@ def test_a_host_name_that_is_none():
 
 
 @pytest.mark.full
-def test_strangers(address):
+def test_strangers(address, monkeypatch):
     """Other programs that connect are not processes of the run; a silent one delays the others only briefly."""
+    monkeypatch.setattr(rendezvous, "_GREETING_S", 0.2)
     host, _, port = address.partition(":")
 
-    def stranger():
-        """Whether a connection was made within 50 attempts."""
-        for _ in range(50):
+    def turned_away(said):
+        """Returns the answer to another program, which attempts it until process 0 listens."""
+        for _ in range(200):
             with (
-                contextlib.suppress(OSError),
-                socket.create_connection((host, int(port)), timeout=1) as connection,
+                contextlib.suppress(ConnectionRefusedError),
+                socket.create_connection((host, int(port)), timeout=10) as connection,
             ):
-                with contextlib.suppress(OSError):
-                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                    connection.recv(100)
-                return True
-        return False
+                connection.sendall(said)
+                return connection.recv(100)
+            time.sleep(0.05)
+        return None
 
     with ThreadPoolExecutor(1) as pool:
-        turned_away = pool.submit(stranger)
-        assert met(address, (2, 0), (2, 1)) == [None, None]
-        assert turned_away.result() is True
+        waiting = pool.submit(meet, address, 2, 0, 20)
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b""):
+            assert turned_away(said) == b"no: process 0 was given num_processes=2\n"
+        assert met(address, (2, 1)) == [None]
+        assert waiting.result() is None

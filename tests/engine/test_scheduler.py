@@ -281,10 +281,11 @@ def test_exact_texts_have_programs_of_their_own(lm, sessions, monkeypatch):
 
 
 def test_a_lossy_request_shares_no_batch_with_a_lossless_one(lm, sessions):
+    """Nor with one that is lossless by other rules; the default is `block`."""
     scheduler = Scheduler(lm)
-    for acceptor in (None, "typical", "block", "typical"):
+    for acceptor in (None, "typical", "block", "typical", "rejection"):
         add(scheduler, SHORT[0], method="ngram", temperature=1.0, acceptor=acceptor)
-    assert sessions(scheduler) == [1, 2, 1]
+    assert sessions(scheduler) == [2, 2, 1]
 
 
 def test_end_tokens_and_minima_of_0_need_no_programs_of_their_own(lm, sessions):

@@ -49,7 +49,8 @@ def lm():
 
 def recorded(lm, draft):
     estimates = (DraftProbability(), PROBE)
-    texts = [lm.generate([prompt], max_new_tokens=NEW, ignore_eos=True)[0].tokens for prompt in PROMPTS]
+    options = {"method": "autoregressive", "max_new_tokens": NEW, "ignore_eos": True}
+    texts = [lm.generate([prompt], **options)[0].tokens for prompt in PROMPTS]
     return [
         replay.record(lm, prompt, text, draft, estimates, K)
         for prompt, text in zip(PROMPTS, texts, strict=True)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.engine import buckets
 from jaxspec.io import orbax
 from jaxspec.io.hf import huggingface
 from jaxspec.model import llama
@@ -140,6 +141,8 @@ def watch() -> None:
             METER.look(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
             return made(mesh, make, *given, donate=donate)
 
+    # A cache of the usual 512 slots is larger than a device's share of this model.
+    buckets.START_CAPACITY = 64
     jax.device_put = watched_put
     state_sharding.made = watched_made
     METER.wrap(start, "start_model", "parameters")
