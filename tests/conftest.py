@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 
 import pytest
 
@@ -21,10 +23,16 @@ LONGEST = (
 )
 
 
+_PROGRAMS = pytest.StashKey[str]()
+
+
 def pytest_configure(config):
     """Sets XLA's flags and the environment; the slow tier and the peers compile as users do."""
     if "not slow" in config.option.markexpr or config.option.markexpr == "full":
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.flags()}".strip()
+        if xla.PROGRAMS not in os.environ:  # else another run or this worker's controller made it
+            os.environ[xla.PROGRAMS] = config.stash[_PROGRAMS] = tempfile.mkdtemp(prefix="jaxspec-programs-")
+        os.environ.update(xla.shared_programs())
     # Tracing creates millions of live objects, which the collector would traverse too often.
     gc.set_threshold(50_000, 10, 10)
     # Tests write nothing to the user's cache; tests of the cache set a directory.
@@ -36,6 +44,12 @@ def pytest_configure(config):
     # In the background of a shell, this process and its children would ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure(config):
+    """Removes the shared programs of this run."""
+    if (made := config.stash.get(_PROGRAMS, None)) is not None:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.fixture
@@ -69,7 +83,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Excludes imported objects from later garbage collections."""
+    """Excludes imported objects from later garbage collections, and processes of tests from the shared programs.
+
+    Some of them test what a user's process compiles and keeps.
+    """
+    for name in xla.shared_programs():
+        os.environ.pop(name, None)
     gc.collect()
     gc.freeze()
 

@@ -28,7 +28,7 @@ from jaxspec.io.methods import method_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import left_whole, spread_config, with_copies, without_copies
-from tests import gguf_files, tiny
+from tests import gguf_files, tiny, xla
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
 
 # Data × model, for two key/value heads with four query heads each.
@@ -194,7 +194,8 @@ def on_eight_devices(script, *arguments):
     """Returns the output lines of a script in a separate process with eight devices."""
     root = Path(__file__).parents[2]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    environment = os.environ | xla.shared_programs()
+    environment |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         capture_output=True,
