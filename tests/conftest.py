@@ -62,6 +62,8 @@ def no_default_method(monkeypatch):
 def pytest_pycollect_makeitem():
     """Marks as `full` all rows of a test but those that `@pytest.mark.representatives(*ids)` names.
 
+    With `full=ids`, only these are full, and the rest is slow.
+
     Raises:
       pytest.UsageError: a name that is no row's, so that renaming a row cannot remove it from the ordinary tests.
     """
@@ -69,10 +71,11 @@ def pytest_pycollect_makeitem():
     for item in made if isinstance(made, list) else []:
         if kept := item.get_closest_marker("representatives"):
             rows = {one.callspec.id for one in made if one.originalname == item.originalname}
-            if missing := set(kept.args) - rows:
+            full = set(kept.kwargs.get("full", rows))
+            if missing := (full | set(kept.args)) - rows:
                 raise pytest.UsageError(f"{item.nodeid}: no row is named {', '.join(sorted(missing))}")
             if item.callspec.id not in kept.args and not item.get_closest_marker("slow"):
-                item.add_marker("full")
+                item.add_marker("full" if item.callspec.id in full else "slow")
     return made
 
 

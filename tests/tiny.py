@@ -612,6 +612,11 @@ def families() -> list[Combination]:
     return [last[family] for family in FAMILIES]
 
 
+def usual() -> list[Combination]:
+    """Returns the ordinary combinations of the drafters that a method builds, and of the families."""
+    return [one for one in ordinary() if DRAFTERS[one.drafter].methods or one in families()]
+
+
 # The loop
 
 

@@ -45,7 +45,8 @@ from jaxspec.stopping import Constant
 from tests import tiny
 
 PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2])
-each_method = pytest.mark.parametrize("method", [*tiny.METHODS, "draft-verify-static", "eagle-tree"])
+METHODS = (*tiny.METHODS, "draft-verify-static", "eagle-tree")
+each_method = pytest.mark.parametrize("method", METHODS)
 each_batch = pytest.mark.parametrize("batch", [1, 2])
 # The operations that may produce an array of a cache's shape.
 IN_PLACE = {"parameter", "get-tuple-element", "dynamic-update-slice", "fusion", "bitcast"}
@@ -106,7 +107,11 @@ def on_caches(text: str, shapes: set[tuple[int, ...]]) -> set[str]:
 
 
 @pytest.mark.representatives(
-    "autoregressive-1", "choosing-1", "draft-model-1", "asd-1", "s2d-1", "eagle-1", "eagle-tree-1"
+    *("autoregressive-1", "choosing-1", "draft-model-1", "asd-1", "s2d-1", "eagle-1", "eagle-tree-1"),
+    full=[
+        *(f"{method}-1" for method in METHODS),
+        *("ngram-2", "choosing-2", "draft-model-2", "asd-2", "s2d-2", "eagle-tree-2"),
+    ],
 )
 @each_batch
 @each_method
@@ -176,7 +181,8 @@ def test_the_widths_of_verification(lm, method):
 
 
 @pytest.mark.representatives(
-    "ngram-tpu", "hybrid-cuda", "draft-model-tpu", "asd-tpu", "s2d-cuda", "eagle-tree-cuda"
+    *("ngram-tpu", "hybrid-cuda", "draft-model-tpu", "asd-tpu", "s2d-cuda", "eagle-tree-cuda"),
+    full=[*(f"{method}-tpu" for method in METHODS), "autoregressive-cuda", "choosing-cuda"],
 )
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @each_method

@@ -26,10 +26,8 @@ ORDINARY = (
     *("autoregressive", "ngram", "layerskip", "draft-model", "s2d", "eagle3", "eagle-tree"),
     *("hybrid", "hybrid-draft-model", "clasp"),
 )
-MORE = (
-    *("suffix", "token-recycling", "hybrid-asd", "hybrid-eagle", "draft-model-pairs", "asd", "draft-verify"),
-    *("s2d-target", "s2d-vocab", "medusa-tree", "hydra", "dflash", "kangaroo", "eagle-vocab"),
-)
+FULL = ("suffix", "token-recycling", "hybrid-eagle", "asd", "s2d-target", "medusa-tree", "dflash", "kangaroo")
+SLOW = ("hybrid-asd", "draft-model-pairs", "draft-verify", "s2d-vocab", "hydra", "eagle-vocab")
 
 
 def model(config=tiny.TARGET, template: str = TEMPLATE) -> LanguageModel:
@@ -59,7 +57,11 @@ def turns(lm, conversation, texts=TURNS, **options):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=() if one in ORDINARY else pytest.mark.full) for one in (*ORDINARY, *MORE)],
+    [
+        *ORDINARY,
+        *(pytest.param(one, marks=pytest.mark.full) for one in FULL),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW),
+    ],
 )
 def test_every_turn_equals_a_text_of_its_own(name, monkeypatch):
     """Not only the tokens: the drafts of each round are the same, so the drafter's caches are the same too."""

@@ -48,6 +48,8 @@ ORDINARY = (
     "clasp",
     "hybrid-eagle",
 )
+# Variants with other caches or reach than those of the methods.
+FULL = ("asd-shared", "draft-model-pairs", "eagle-tree-drawn", "s2d-target", "uno-single-pass")
 
 
 def model(config=tiny.TARGET, prefix_cache=2**26, min_tokens=4) -> LanguageModel:
@@ -90,9 +92,14 @@ def check_equal(name, results, fresh):
             assert counts.acceptance_histogram == expected.acceptance_histogram
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one in ORDINARY else pytest.mark.full) for one in tiny.DRAFTERS]
-)
+def marks_of(name):
+    """Some drafters are ordinary, those of the other methods full, and variants slow."""
+    if name in ORDINARY:
+        return ()
+    return pytest.mark.full if tiny.DRAFTERS[name].methods or name in FULL else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=marks_of(one)) for one in tiny.DRAFTERS])
 def test_texts_equal_those_fed_from_the_first_token(name):
     """Rows of one batch, rows that are refilled, and a second call, with the drafts of each round."""
     config = tiny.config_of(name)

@@ -426,7 +426,10 @@ def test_requests_are_values():
     assert dataclasses.replace(request, seed=1) != request
 
 
-@pytest.mark.representatives("1-draft-model", "1-s2d", "20-ngram", "20-draft-model", "20-asd")
+@pytest.mark.representatives(
+    *("1-draft-model", "1-s2d", "20-ngram", "20-draft-model", "20-asd"),
+    full=[f"20-{method}" for method in tiny.METHODS],
+)
 @each_method
 @pytest.mark.parametrize("budget", [1, 20])
 def test_a_text_that_has_begun_goes_on(lm, method, budget):

@@ -63,9 +63,10 @@ def exits(lm):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("confidence-3", "length-1")
-@pytest.mark.parametrize("length", [1, 3, K])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*((rule, 3) for rule in RULES), ("constant", 1), ("length", 1), ("product", K), ("probe", K)],
+)
 def test_counts_are_those_of_the_engine(lm, exits, name, length):
     drafter = LayerSkip(lm.config, 1, RULES[name]((DraftProbability(), PROBE)), length)
     rule = RULES[name]((replay.Recorded(0), replay.Recorded(1)))
