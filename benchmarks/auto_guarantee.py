@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,6 +81,8 @@ KINDS = {
         for key in ("age", "city", "height", "price")
     ),
 }  # fmt: skip
+# A candidate and its rounds in `Result.drafted_by`.
+_ROUNDS = re.compile(r"(?:: |, )([^:,]+) in (\d+) rounds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +116,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
       `model`, `device`, `methods`; `best`, the single method with the highest speed over all; `over_plain` and
       `over_best`, the ratio of the speed of `auto` to theirs with its interval; `kinds`: by kind the ratios to
       plain decoding of each method; `slowest`, the kind where `auto` is the slowest, and its ratio; `drafted_by`: by
-      kind, how often `auto` reported which methods.
+      kind, the rounds in which each candidate of `auto` drafted.
 
     Raises:
       ValueError: unknown kinds, or a model without a tokenizer.
@@ -125,7 +129,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     singles = _singles(lm) if options.methods is None else options.methods.split(",")
     names = ["autoregressive", "auto", *singles]
     counts: dict[str, dict[str, list[np.ndarray]]] = {kind: {name: [] for name in names} for kind in chosen}
-    drafted: dict[str, list[str]] = {kind: [] for kind in chosen}
+    drafted: dict[str, Counter[str]] = {kind: Counter() for kind in chosen}
     cells = [
         (float(temperature), int(batch))
         for temperature, batch in itertools.product(options.temperatures.split(","), options.batches.split(","))
@@ -145,7 +149,9 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             kind = chosen[at // options.prompts_each]
             for name, turns in results.items():
                 counts[kind][name].append(np.array([_count(turn) for turn in turns]))
-            drafted[kind] += [turn[0].drafted_by for turn in results["auto"]]
+            for result in itertools.chain.from_iterable(results["auto"]):
+                for name, rounds in _ROUNDS.findall(result.drafted_by):
+                    drafted[kind][name] += int(rounds)
     return _report(lm, names, counts, drafted)
 
 
@@ -189,7 +195,7 @@ def _report(
     lm: LanguageModel,
     names: Sequence[str],
     counts: dict[str, dict[str, list[np.ndarray]]],
-    drafted: dict[str, list[str]],
+    drafted: dict[str, Counter[str]],
 ) -> dict[str, Any]:
     every = {name: np.stack([one for of in counts.values() for one in of[name]]) for name in names}
     speeds = {name: float(of[..., 0].sum() / of[..., 1].sum()) for name, of in every.items()}
@@ -212,9 +218,7 @@ def _report(
         "over_best": ratio_of_counts(every["auto"], every[best]),
         "slowest": [slowest, *kinds[slowest]["auto"]],
         "kinds": kinds,
-        "drafted_by": {
-            kind: {text: of.count(text) for text in dict.fromkeys(of)} for kind, of in drafted.items()
-        },
+        "drafted_by": drafted,
     }
 
 

@@ -1,16 +1,16 @@
-"""Does the policy of `auto` find the best candidate? `python -m benchmarks.choosing` prints a table and JSON.
+"""Does the rule of `auto` find the best candidate? `python -m benchmarks.choosing` prints a table and JSON.
 
 Nothing is decoded. A synthetic text has, at each of its places and for each candidate, the number of draft tokens in a
-row that would be accepted, and whether a draft would be found. So any candidate can be played from any place, and all
-policies are played on the same texts. `auto` is `choosing.policy.Policy`, the class that the engine plays. The price of
-a round comes from a device on paper, or from `jaxspec profile --costs --json`. A batch is one text.
+row that would be accepted, and whether a draft would be found. So any candidate can be played from any place. `auto` is
+`Choosing.choose` and its counts, as the compiled loop runs them, for all texts at once. The price of a round comes from
+a device on paper, or from `jaxspec profile --costs --json`. A batch is one text.
 
 Kinds of texts: `stationary` (each text has acceptances of its own, all along), `drifting` (they walk), `adversarial`
 (after 24 to 64 tokens the candidate that was the best becomes the worst, and others change), `hopeless` (no draft is
 right more often than one time in five).
 
-Policies: each candidate alone, with the length that is best for its expectation; `auto`, with expectations fitted on
-other texts; `auto, no expectations`; and the `oracle`, which is given the true acceptances and chooses every 2 rounds.
+Policies: each candidate alone, with the length that is best for its expectation; `auto`, with acceptances fitted on
+other texts; and `auto, no expectations`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from benchmarks import command
 from jaxspec.aot.accelerators import ACCELERATORS
 from jaxspec.aot.roofline import usual
 from jaxspec.bench.device_profile import SHAPES
-from jaxspec.choosing import beliefs, policy, prices
-from jaxspec.choosing.beliefs import Expectation
 from jaxspec.choosing.costs import DraftCost, StepCosts, kinds
-from jaxspec.choosing.lookup import ReplayedLookup
-from jaxspec.choosing.policy import Choice, Policy, Times
-from jaxspec.choosing.prices import OFF
+from jaxspec.choosing.prices import measured_prices
+from jaxspec.drafting.choosing_drafter import Choice, Choosing, ChoosingState, Found
+from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.host.files import read_json
 from jaxspec.host.progress import OnProgress
 from jaxspec.io.methods.cost_files import parse
+from jaxspec.protocol import Drafter, Outcome
 
 KINDS = ("stationary", "drifting", "adversarial", "hopeless")
 # The longest draft.
@@ -49,13 +51,16 @@ _FOUND = {True: 0.9, False: 0.3}
 _WALK = 0.08
 _BLOCK = (24, 64)
 _HELD_OUT = 100
-# Tokens of the prompt, which a draft's own state has not absorbed.
+# Tokens of the prompt.
 _PROMPT = 256
+_WIDTHS = (1, 4, 8, LONGEST + 1)
+# (the state, the drafts of lookups, the lengths of the rows, their budgets) -> the choice of a round
+Rule = Callable[[ChoosingState, tuple[Found, ...], jax.Array, jax.Array], Choice]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The policy alone on synthetic texts, beside an oracle and beside each candidate.
+    """The rule alone on synthetic texts, beside each candidate.
 
     Attributes:
       texts: of each kind.
@@ -91,14 +96,24 @@ class Texts:
     drafts: np.ndarray
 
 
+@struct.dataclass
+class _Model(Drafter):
+    """Stands in for a drafter with a model."""
+
+    num_draft_tokens: int = struct.field(pytree_node=False, default=LONGEST)
+
+    def propose(self, *given: Any) -> Any:
+        """Is not called."""
+        raise NotImplementedError
+
+
 def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
     """Plays all policies on all kinds of texts.
 
     Returns:
-      `device`, `shape`, `texts`, `tokens`, `seed`, `seconds`, `candidates`, `lengths` (of each alone), and by kind:
-      `speedup` over plain decoding by policy (all tokens ÷ all time), `auto_over_best_fixed` (speeds),
-      `slower_than_off` (the share of texts on which `auto` takes more than 3 % longer than plain decoding), `regret` by
-      policy: at each of the `at` tokens, the mean time so far less the oracle's, in steps of plain decoding.
+      `device`, `shape`, `texts`, `tokens`, `seed`, `seconds`, `candidates`, and by kind: `speedup` over plain decoding
+      by policy (all tokens ÷ all time), `auto_over_best_fixed` (speeds), and `slowest`, the time of `auto` on the
+      slowest text ÷ that of plain decoding.
 
     Raises:
       ValueError: unknown names, or numbers out of range.
@@ -106,31 +121,114 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     _check(options)
     began = time.perf_counter()
     costs, drafts = _costs(options)
-    names, prices = [name for name, _ in drafts], [cost for _, cost in drafts]
-    on_progress("fitting expectations")
-    known = _expectations(make_texts("stationary", names, _HELD_OUT, options.tokens, options.seed + 1))
-    game = Game(costs, tuple(names), tuple(prices), known)
-    fixed = game.lengths()
+    names, works = [name for name, _ in drafts], [cost for _, cost in drafts]
+    on_progress("fitting acceptances")
+    known = _expectations(make_texts("stationary", names, _HELD_OUT, options.tokens, options.seed + 1), works)
+    auto, blind = (
+        _drafter(costs, works, known),
+        _drafter(costs, works, [(0.5, 0.75 if w.copies else 0.5) for w in works]),
+    )
     report: dict[str, Any] = {
         "device": costs.device,
         "shape": costs.model,
         "texts": options.texts,
         "tokens": options.tokens,
         "seed": options.seed,
-        "candidates": ["off", *names],
-        "lengths": dict(zip(("off", *names), fixed, strict=True)),
+        "candidates": names,
         "kinds": {},
     }
+    players = {name: player(auto, _alone(auto, at)) for at, name in enumerate(names)}
+    players |= {"auto": player(auto, auto.choose), "auto, no expectations": player(blind, blind.choose)}
     for kind in KINDS:
-        on_progress(f"making {kind} texts")
         texts = make_texts(kind, names, options.texts, options.tokens, options.seed)
-        policies = ("off", *names, "auto", "auto, no expectations", "oracle")
-        played = {}
-        for name in policies:
+        took = {}
+        for name, play in players.items():
             on_progress(f"playing {name} on {kind} texts")
-            played[name] = np.array([game.play(name, texts, text) for text in range(options.texts)])
-        report["kinds"][kind] = _row(played, game, options)
+            took[name] = play(texts)
+        speed = {name: float(options.tokens / one.mean()) for name, one in took.items()}
+        best = max(1.0, *(speed[name] for name in names))
+        report["kinds"][kind] = {
+            "speedup": speed,
+            "auto_over_best_fixed": speed["auto"] / best,
+            "slowest": float(took["auto"].max() / options.tokens),
+        }
     return report | {"seconds": time.perf_counter() - began}
+
+
+def player(drafter: Choosing, rule: Rule) -> Callable[[Texts], np.ndarray]:
+    """Returns a function that plays a rule on all texts, and returns the time of each, in plain steps.
+
+    Args:
+      drafter: the candidates and prices.
+      rule: makes the choices.
+    """
+
+    @jax.jit
+    def go_on(run: jax.Array, found: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        place, took, state = carry
+        count, _, tokens = run.shape
+        rows = jnp.arange(count)
+        live, here = place < tokens, jnp.minimum(place, tokens - 1)
+        drafts = []
+        for at in drafter.lookups:
+            size = jnp.where(found[rows, at + 1, here], LONGEST, 0)
+            tiled = jnp.tile(jnp.arange(LONGEST), (count, 1))
+            drafts.append(Found(tiled, size, size.astype(jnp.float32)))
+        budget = jnp.where(live, tokens - place, 0)
+        choice = rule(state, tuple(drafts), _PROMPT + place, budget)
+        drafted = jnp.where(choice.candidate >= 0, choice.length, 0)
+        accepted = jnp.minimum(run[rows, choice.candidate + 1, here], drafted)
+        gained = jnp.where(live, jnp.minimum(accepted + 1, tokens - place), 0)
+        # The text has the tokens of a lookup's draft as far as this is right.
+        column, text = jnp.arange(LONGEST + 1), jnp.full((count, LONGEST + 1), -1)
+        for at in drafter.lookups:
+            text = jnp.where(column < run[rows, at + 1, here][:, None], column, text)
+        outcome = Outcome(text, gained, jnp.where(live, drafted, 0), jnp.where(live, accepted, 0))
+        state = drafter.counted(state._replace(choice=choice, found=tuple(drafts)), outcome)
+        return place + gained, took + jnp.where(live, choice.cost, 0.0), state
+
+    def play(texts: Texts) -> np.ndarray:
+        count, _, tokens = texts.run.shape
+        run, found = jnp.asarray(texts.run, jnp.int32), jnp.asarray(texts.drafts)
+        carry = jnp.zeros(count, jnp.int32), jnp.zeros(count), drafter.begun(count)
+        while bool(jnp.any(carry[0] < tokens)):
+            carry = go_on(run, found, carry)
+        return np.asarray(carry[1])
+
+    return play
+
+
+def _alone(drafter: Choosing, at: int) -> Rule:
+    """Returns the rule that always uses one candidate, with drafts of the length that is best for its expectation."""
+    lookup = at in drafter.lookups
+    accept = np.asarray(drafter.prices.accept[at])
+    if lookup:
+        accept = np.array([accept[0], *accept[1:2].repeat(LONGEST - 1)])
+    verify, draft = (np.asarray(of) for of in drafter.prices.of(jnp.int32(1), jnp.float32(_PROMPT)))
+    lengths = np.arange(1, LONGEST + 1)
+    costs = verify[np.searchsorted(_WIDTHS, lengths, side="right")] + draft[at, 1:]
+    length = int(((1 + np.cumsum(np.cumprod(accept))) / costs).argmax()) + 1
+
+    def rule(state: ChoosingState, found: tuple[Found, ...], lengths: jax.Array, budget: jax.Array) -> Choice:
+        size = jnp.minimum(length, budget)
+        if lookup:
+            size = jnp.minimum(size, found[drafter.lookups.index(at)].count)
+        verify, draft = drafter.prices.of(jnp.int32(1), jnp.mean(lengths.astype(jnp.float32)))
+        width = jnp.searchsorted(jnp.array(_WIDTHS), size, side="right")
+        return Choice(jnp.full_like(size, at), size, verify[width] + draft[at, size])
+
+    return rule
+
+
+def _drafter(costs: StepCosts, works: Sequence[DraftCost], accept: Sequence[Sequence[float]]) -> Choosing:
+    """Returns the drafter of these candidates, in which each row chooses for itself."""
+    candidates = tuple(NGram(num_draft_tokens=LONGEST) if one.copies else _Model() for one in works)
+    prices = measured_prices(costs, works, [0] * len(works), _WIDTHS, LONGEST, accept)
+
+    class Widths(Choosing):
+        verify_widths = _WIDTHS
+
+    return Widths(None, candidates, prices, jnp.float32(Choosing.memory), joint=False)  # type: ignore[arg-type]
 
 
 def make_texts(kind: str, names: Sequence[str], count: int, tokens: int, seed: int) -> Texts:
@@ -163,7 +261,7 @@ def make_texts(kind: str, names: Sequence[str], count: int, tokens: int, seed: i
         right = 1 / (1 + np.exp(-(logit[:, :, None] + np.cumsum(steps, axis=2))))
     elif kind == "adversarial":
         right = _adversarial(rng, level, places)
-    right[:, OFF] = 0
+    right[:, 0] = 0
     true = rng.random(right.shape, np.float32) < right
     run = np.zeros((*shape, tokens), np.int8)
     ongoing = np.ones(run.shape, bool)
@@ -171,7 +269,7 @@ def make_texts(kind: str, names: Sequence[str], count: int, tokens: int, seed: i
         ongoing &= true[:, :, ahead : ahead + tokens]
         run += ongoing
     drafts = rng.random(run.shape, np.float32) < found[:, :, None]
-    drafts[:, OFF] = False
+    drafts[:, 0] = False
     return Texts(right, found, run, drafts)
 
 
@@ -194,186 +292,17 @@ def _adversarial(rng: np.random.Generator, level: np.ndarray, places: int) -> np
     return right
 
 
-class Player(Protocol):
-    """The part of `Policy` that a game needs."""
-
-    def next(self, lengths: Any, remaining: Any, most_rounds: int, held: int | None, ready: Any) -> Any:
-        """Returns a choice, and whether it is new."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """One candidate and length, all along."""
-
-    candidate: int
-    length: int
-
-    def next(
-        self, lengths: Any, remaining: Any, most_rounds: int, held: int | None, ready: Any
-    ) -> tuple[Choice, bool]:
-        """Returns the choice."""
-        return Choice(self.candidate, self.length, most_rounds), True
-
-
-@dataclasses.dataclass(frozen=True)
-class Oracle:
-    """The best choice for the next two rounds, with the true acceptances of one text."""
-
-    game: Game
-    right: np.ndarray
-    found: np.ndarray
-
-    def next(
-        self, lengths: np.ndarray, remaining: np.ndarray, most_rounds: int, held: int | None, ready: Any
-    ) -> tuple[Choice, bool]:
-        """Returns the choice."""
-        table = self.game.table(lengths)
-        accept = np.repeat(self.right[:, int(lengths[0]) - _PROMPT][:, None], LONGEST, axis=1)
-        accept[:, 0] *= self.found
-        drafted = np.repeat(self.found[:, None], LONGEST, axis=1)
-        state_ms = table.state_ms(float(lengths[0]))
-        if held is not None:
-            state_ms[held] = 0.0
-        per_token = prices.times_of_rounds(table, drafted) / prices.tokens_of_rounds(accept)
-        needed = state_ms[:, None] + remaining[0] * per_token
-        candidate, length = np.unravel_index(needed.argmin(), needed.shape)
-        return Choice(int(candidate), int(length), 2), True
-
-
-class TextLookup:
-    """Stands in for `choosing.lookup.ReplayedLookup` on a synthetic text: finds the drafts of its first candidate."""
-
-    def __init__(self, texts: Texts, text: int, candidate: int) -> None:
-        self._run, self._drafts = texts.run[text, candidate], texts.drafts[text, candidate]
-        self._at, self._known = 0, 0
-
-    def played(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (drafted, accepted) of the rounds that more tokens decide."""
-        self._known += len(tokens)
-        rounds: list[tuple[int, int]] = []
-        while self._at < self._known:
-            drafted = LONGEST if self._drafts[self._at] else 0
-            accepted = min(int(self._run[self._at]), drafted)
-            if self._at + accepted >= self._known:
-                break
-            rounds.append((drafted, accepted))
-            self._at += accepted + 1
-        return rounds
-
-
-@dataclasses.dataclass(frozen=True)
-class Game:
-    """Prices and expectations with which all policies are played.
-
-    Attributes:
-      costs: of steps.
-      names, drafts: of the candidates without plain decoding.
-      known: their expectations.
-    """
-
-    costs: StepCosts
-    names: tuple[str, ...]
-    drafts: tuple[DraftCost, ...]
-    known: list[Expectation]
-
-    def table(self, lengths: np.ndarray) -> prices.Prices:
-        """Returns the prices at a live length."""
-        live = 1 << int(lengths.mean()).bit_length()
-        return prices.price_table(self.costs, self.drafts, (LONGEST,) * len(self.drafts), live, 1)
-
-    def lengths(self) -> list[int]:
-        """Returns the best length of each candidate for its expectation."""
-        prior = beliefs.prior_of([beliefs.UNKNOWN, *self.known], LONGEST)
-        nothing = beliefs.no_counts(1, 1 + len(self.names), LONGEST)
-        found: list[int] = prices.outlook(self.table(np.array([_PROMPT])), prior, nothing).length.tolist()
-        return found
-
-    def play(self, name: str, texts: Texts, text: int) -> np.ndarray:
-        """Plays a policy on a text; returns milliseconds at each of `_marks`."""
-        if name in ("off", *self.names):
-            at = ("off", *self.names).index(name)
-            return self.run(Alone(at, self.lengths()[at]), texts, text)
-        if name == "oracle":
-            return self.run(Oracle(self, texts.right[text], texts.found[text]), texts, text)
-        known = self.known if name == "auto" else None
-
-        def lookup(longest: int, tokens: Sequence[int]) -> ReplayedLookup:
-            return cast("ReplayedLookup", TextLookup(texts, text, 1 + self.names.index("lookup")))
-
-        longest, times = [LONGEST] * len(self.names), Times(ratios={("off", 1): 1.0})
-        given = self.names, self.drafts, longest, self.costs, 1
-        return self.run(Policy(*given, times=times, expectations=known, lookup=lookup), texts, text)
-
-    def run(self, player: Player, texts: Texts, text: int) -> np.ndarray:
-        """As `play`, by a policy that is given."""
-        num_tokens = texts.run.shape[2]
-        marks = _marks(num_tokens)
-        reached = np.full(len(marks), np.nan)
-        place, ms, held = 0, 0.0, None
-        if isinstance(player, Policy):
-            held = player.begin(np.array([_PROMPT]), np.array([num_tokens]), lambda at: True)[0] or None
-            player.begin_row(0, range(_PROMPT))
-        while place < num_tokens:
-            lengths, remaining = np.array([_PROMPT + place]), np.array([num_tokens - place])
-            (at, length, count), _ = player.next(
-                lengths, remaining, policy.MOST_ROUNDS, held, lambda at: True
-            )
-            table, began, start = self.table(lengths), ms, place
-            taken_up = at not in (OFF, held) and table.start_ms[at] > 0
-            ms += table.state_ms(float(lengths[0]))[at] if taken_up else 0.0
-            held = at or None
-            rounds: list[tuple[int, int]] = []
-            while place < num_tokens and len(rounds) < count:
-                drafted = min(length if texts.drafts[text, at, place] else 0, num_tokens - place)
-                accepted = min(int(texts.run[text, at, place]), drafted)
-                ms += table.round_ms[at, drafted]
-                place = min(place + accepted + 1, num_tokens)
-                reached = np.where((place >= marks) & np.isnan(reached), ms, reached)
-                rounds.append((drafted, accepted))
-            if isinstance(player, Policy):
-                gained = range(place - start)
-                player.learn(
-                    (at, length), [rounds], [gained], lengths, ms - began, not taken_up, bool(taken_up)
-                )
-        return reached
-
-
-def _marks(num_tokens: int) -> np.ndarray:
-    return np.unique(np.linspace(1, num_tokens, 17).round().astype(int)[1:])
-
-
-def _expectations(texts: Texts) -> list[Expectation]:
-    """Returns the expected acceptances for other texts; each candidate is played alone, with its longest draft."""
-    found = []
-    for at in range(1, texts.run.shape[1]):
-        rounds = []
-        for text in range(len(texts.run)):
-            whole = TextLookup(texts, text, at)
-            rounds.append(whole.played(range(texts.run.shape[2])))
-        counts = beliefs.no_counts(len(rounds), 1, LONGEST)
-        found += beliefs.fitted(beliefs.with_rounds(counts, 0, rounds, asked=LONGEST))
-    return found
-
-
-def _row(played: dict[str, np.ndarray], game: Game, options: Options) -> dict[str, Any]:
-    """Returns the figures of one kind of texts, from milliseconds float[T, P] by policy."""
-    total = {name: ms[:, -1] for name, ms in played.items()}
-    speed = {name: float(total["off"].sum() / ms.sum()) for name, ms in total.items()}
-    fixed = max(speed[name] for name in ("off", *game.names))
-    step = game.table(np.array([_PROMPT])).round_ms[OFF, 0]
-    return {
-        "speedup": speed,
-        "auto_over_best_fixed": speed["auto"] / fixed,
-        "auto_over_oracle": speed["auto"] / speed["oracle"],
-        "slower_than_off": float((total["auto"] > 1.03 * total["off"]).mean()),
-        "slowest": float((total["auto"] / total["off"]).max()),
-        "at": _marks(options.tokens).tolist(),
-        "regret": {
-            name: [float(at) for at in ((ms - played["oracle"]).mean(axis=0) / step).round(3)]
-            for name, ms in played.items()
-            if name != "oracle"
-        },
-    }
+def _expectations(texts: Texts, works: Sequence[DraftCost]) -> list[tuple[float, ...]]:
+    """Returns the acceptance by position over texts; of a lookup that of the first and of further tokens."""
+    known: list[tuple[float, ...]] = []
+    for at, one in enumerate(works, 1):
+        run = texts.run[:, at][texts.drafts[:, at]]
+        reached = [(run >= place).sum() for place in range(LONGEST + 1)]
+        if one.copies:
+            known.append((reached[1] / reached[0], sum(reached[2:]) / max(sum(reached[1:-1]), 1)))
+        else:
+            known.append(tuple(reached[at + 1] / max(reached[at], 1) for at in range(LONGEST)))
+    return known
 
 
 def _costs(options: Options) -> tuple[StepCosts, list[tuple[str, DraftCost]]]:

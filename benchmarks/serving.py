@@ -108,19 +108,18 @@ def _measured(
     lm: LanguageModel, ways: Mapping[str, Way], works: Sequence[Work], repeats: int, on_progress: OnProgress
 ) -> Counts:
     """Runs each workload in all ways, in alternating order, after an uncounted turn that compiles."""
-    with lm.compiled_early():
-        warm_up([lm], ways, works, on_progress)
-        taken: dict[str, list[list[tuple[float, float]]]] = {name: [[] for _ in works] for name in ways}
-        for at, work in enumerate(works):
-            tokens = sum(budget for _, budget in work)
-            for turn in range(repeats):
-                order = list(ways.items())
-                for name, way in order if (at + turn) % 2 == 0 else reversed(order):
-                    on_progress(f"measuring {name}, workload {at + 1} of {len(works)}, turn {turn + 1}")
-                    began = time.perf_counter()
-                    way(work, turn)
-                    taken[name][at].append((tokens, 1e3 * (time.perf_counter() - began)))
-                lm.executables.wait()
+    warm_up([lm], ways, works, on_progress)
+    taken: dict[str, list[list[tuple[float, float]]]] = {name: [[] for _ in works] for name in ways}
+    for at, work in enumerate(works):
+        tokens = sum(budget for _, budget in work)
+        for turn in range(repeats):
+            order = list(ways.items())
+            for name, way in order if (at + turn) % 2 == 0 else reversed(order):
+                on_progress(f"measuring {name}, workload {at + 1} of {len(works)}, turn {turn + 1}")
+                began = time.perf_counter()
+                way(work, turn)
+                taken[name][at].append((tokens, 1e3 * (time.perf_counter() - began)))
+            lm.executables.wait()
     return {name: np.array(of) for name, of in taken.items()}
 
 

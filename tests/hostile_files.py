@@ -543,10 +543,10 @@ def _costs(path: Path) -> None:
     read(path)
 
 
-def _choices(path: Path) -> None:
-    from jaxspec.io.methods.choice_file import ChoiceFile
+def _prices(path: Path) -> None:
+    from jaxspec.io.methods.price_file import read_prices
 
-    ChoiceFile(path, ["a"], 4)
+    read_prices(path, "m", ("a",), (1, 3), 2)
 
 
 def _log(path: Path) -> None:
@@ -638,7 +638,16 @@ COSTS |= {
     "lookup_ms": 0.0,
     "absorb_ms": 0.0,
 }
-CHOICES = {"format": "jaxspec.choices/1", "candidates": ["a"], "num_draft_tokens": 4}
+PRICES = {
+    "format": "jaxspec.prices/1",
+    "model": "m",
+    "candidates": ["a"],
+    "widths": [1, 3],
+    "rows": [1],
+    "verify": [[[1.0, 0.0], [1.5, 0.0]]],
+    "draft": [[[[0.0, 0.0], [0.5, 0.0], [1.0, 0.0]]]],
+    "accept": [[0.5, 0.5]],
+}
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 8,
@@ -706,18 +715,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
         lambda: JSON | _within(lambda one: {"format": "jaxspec.costs/1", "costs": one}, COSTS),
         _costs,
     ),
-    "choices": (
-        "choices.jsonl",
-        lambda: (
-            JSON
-            | {
-                f"after a header: {name}": json.dumps(CHOICES).encode() + b"\n" + one
-                for name, one in JSON.items()
-            }
-            | dict(changed(CHOICES))
-        ),
-        _choices,
-    ),
+    "prices": ("prices.json", lambda: JSON | dict(changed(PRICES)), _prices),
     "log": ("log.jsonl", lambda: {f"{name}, a line": one + b"\n" for name, one in JSON.items()}, _log),
     "messages": (
         "messages.json",

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.choosing import loop_prices
+from jaxspec.choosing.prices import simple_prices
 from jaxspec.decoding import Parts
 from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
@@ -244,7 +244,7 @@ def choosing(config: LlamaConfig, candidates: tuple[Any, ...], **changes: Any) -
     costs = tuple(0.0 if copy else cost for copy in copies)
     known = tuple((0.5, 0.75) if copy else accept for copy in copies)
     longest = max(one.num_draft_tokens for one in turns)
-    prices = loop_prices.simple(widths_of(turns), longest, costs, row_cost, known)
+    prices = simple_prices(widths_of(turns), longest, costs, row_cost, known)
     return Choosing(config, turns, prices, **{"memory": jnp.float32(0.95), **changes})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,16 +79,13 @@ def warm_up(
       prompts: arguments of the runs.
       on_progress: called with a description of the current step.
     """
-    with contextlib.ExitStack() as stack:
+    for prompt in [*prompts, *prompts[:1]]:
+        for number, (name, run) in enumerate(runs.items(), 1):
+            on_progress(f"compiling {name}, {number} of {len(runs)}")
+            run(prompt, 0)
+        on_progress("finishing the warm-up")
         for lm in models:
-            stack.enter_context(lm.compiled_early())
-        for prompt in [*prompts, *prompts[:1]]:
-            for number, (name, run) in enumerate(runs.items(), 1):
-                on_progress(f"compiling {name}, {number} of {len(runs)}")
-                run(prompt, 0)
-            on_progress("finishing the warm-up")
-            for lm in models:
-                lm.executables.wait()
+            lm.executables.wait()
 
 
 @shows_progress
@@ -126,33 +122,30 @@ def measure_runs(
     """
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}; give at least 1")
-    with contextlib.ExitStack() as stack:
-        for lm in models:
-            stack.enter_context(lm.compiled_early())
-        if not warm:
-            warm_up(models, runs, prompts[:1], on_progress)
-        for at, prompt in enumerate(prompts):
-            taken: dict[str, list[Given]] = {name: [] for name in runs}
-            where = f", prompt {at + 1} of {len(prompts)}" if len(prompts) > 1 else ""
-            retaken = turn = 0
-            compiled = False
-            while turn < repeats:
-                before = _compilations(models)
-                order = list(runs.items())
-                results = {}
-                for name, run in order if (at + first_turn + turn) % 2 == 0 else reversed(order):
-                    on_progress(f"measuring {name}{where}, turn {turn + 1} of {repeats}")
-                    results[name] = run(prompt, first_turn + turn)
-                for lm in models:
-                    lm.executables.wait()
-                ran_first, compiled = compiled, _compilations(models) > before
-                if (compiled or ran_first) and retaken < _RETAKEN:
-                    retaken += 1
-                    continue
-                for name, result in results.items():
-                    taken[name].append(result)
-                turn += 1
-            yield taken
+    if not warm:
+        warm_up(models, runs, prompts[:1], on_progress)
+    for at, prompt in enumerate(prompts):
+        taken: dict[str, list[Given]] = {name: [] for name in runs}
+        where = f", prompt {at + 1} of {len(prompts)}" if len(prompts) > 1 else ""
+        retaken = turn = 0
+        compiled = False
+        while turn < repeats:
+            before = _compilations(models)
+            order = list(runs.items())
+            results = {}
+            for name, run in order if (at + first_turn + turn) % 2 == 0 else reversed(order):
+                on_progress(f"measuring {name}{where}, turn {turn + 1} of {repeats}")
+                results[name] = run(prompt, first_turn + turn)
+            for lm in models:
+                lm.executables.wait()
+            ran_first, compiled = compiled, _compilations(models) > before
+            if (compiled or ran_first) and retaken < _RETAKEN:
+                retaken += 1
+                continue
+            for name, result in results.items():
+                taken[name].append(result)
+            turn += 1
+        yield taken
 
 
 def _compilations(models: Sequence[LanguageModel]) -> int:

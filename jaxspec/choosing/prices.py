@@ -1,136 +1,140 @@
-"""Prices of rounds and the expected speed-up of each candidate, from which the policy chooses."""
+"""The prices of rounds from which the compiled loop chooses, as data."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from jaxspec.choosing import beliefs
-from jaxspec.choosing.beliefs import Counts, Prior
 from jaxspec.choosing.costs import DraftCost, StepCosts
 
-# The candidate that every list begins with: plain decoding.
-OFF = 0
+# The numbers of rows for which prices are given.
+ROWS = (1, 2, 4, 8, 16, 32)
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Prices:
-    """Prices of rounds of M candidates, in milliseconds.
+    """The data of a choice among C candidates: the times of rounds, in any unit, and the expected acceptance.
+
+    The time of a round with R rows that still generate, of t tokens each on average, is a time at t = 0 and a time per
+    token. It is the sum of verification, by its width, and of drafting, by the length of the draft or, for a tree, by
+    the depth. Where `model.control.narrowest` runs only the largest width, all widths take its time.
 
     Attributes:
-      round_ms: float[M, K + 1], by draft length; ∞ for a length that a candidate does not have. Length 0 is a round
-        in which it found no draft.
-      start_ms: float[M], time to bring a candidate's own state up to date, without the tokens.
-      absorb_ms: float[M], the same for each token.
-      shortest: int[M], the shortest draft that may be requested.
+      rows: int32[N], rising numbers of rows for which times are given. A batch takes the next larger one.
+      verify: float32[N, W, 2], the time of a verification of each of the drafter's `verify_widths`, and per token.
+      draft: float32[N, C, K + 1, 2], the time of a draft of each length, and per token. It is negative where
+        verification saves more layers than the draft runs. 0 for lookups, which run in every round.
+      accept: float32[C, K], the acceptance of a draft token whose predecessors are accepted, by position, before the
+        first round of a text. Of a lookup only the first two positions are used: the second holds for all further ones.
     """
 
-    round_ms: np.ndarray
-    start_ms: np.ndarray
-    absorb_ms: np.ndarray
-    shortest: np.ndarray
+    rows: jax.Array
+    verify: jax.Array
+    draft: jax.Array
+    accept: jax.Array
 
-    def state_ms(self, tokens: float) -> np.ndarray:
-        """Returns the time to bring each candidate's state up to date, float[M]."""
-        return self.start_ms + tokens * self.absorb_ms
+    def of(self, rows: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns `verify` float32[W] and `draft` float32[C, K + 1] for a number of rows and tokens, in plain steps."""
+        at = jnp.minimum(jnp.searchsorted(self.rows, rows), len(self.rows) - 1)
+        verify, draft = (of[at, ..., 0] + of[at, ..., 1] * tokens for of in (self.verify, self.draft))
+        return verify / verify[0], draft / verify[0]
 
 
-@functools.lru_cache(maxsize=64)
-def price_table(
-    costs: StepCosts, drafts: tuple[DraftCost, ...], longest: tuple[int, ...], live: int | None, batch: int
+def simple_prices(
+    widths: Sequence[int],
+    longest: int,
+    costs: Sequence[float],
+    row_cost: float,
+    accept: Sequence[float | Sequence[float]],
 ) -> Prices:
-    """Returns the prices of plain decoding and of drafts.
+    """Returns prices for any batch and length, in plain steps.
+
+    Args:
+      widths: the drafter's `verify_widths`.
+      longest: K.
+      costs: of each candidate, the cost of a draft token, or of a level of its trees.
+      row_cost: the cost of each further row of a verification.
+      accept: of each candidate, a number or the acceptance of some positions; the last one holds for later ones.
+
+    Examples:
+      >>> prices = simple_prices((1, 4), 3, costs=(0.0, 0.25), row_cost=0.1, accept=(0.5, (0.8, 0.7)))
+      >>> prices.verify[0, :, 0].tolist(), prices.draft[0, 1, :, 0].tolist()
+      ([1.0, 1.2999999523162842], [0.0, 0.25, 0.5, 0.75])
+    """
+    verify = 1 + row_cost * (np.array(widths) - 1)
+    draft = np.array(costs)[:, None] * np.arange(longest + 1)
+    return _prices((1,), verify[None], draft[None], 0 * verify[None], 0 * draft[None], accept)
+
+
+def measured_prices(
+    costs: StepCosts,
+    drafts: Sequence[DraftCost],
+    trees: Sequence[int],
+    widths: Sequence[int],
+    longest: int,
+    accept: Sequence[float | Sequence[float]],
+    one_width: bool = False,
+) -> Prices:
+    """Returns prices from the costs of steps, for batches of up to `ROWS[-1]` rows.
 
     Args:
       costs: of the device.
-      drafts: of the candidates after plain decoding.
-      longest: K of each.
-      live, batch: as for `StepCosts.step_ms`.
+      drafts: the work of each candidate's drafts.
+      trees: the number of nodes of each candidate's trees; 0 for chains.
+      widths, longest, accept: as for `simple_prices`.
+      one_width: whether every verification has the largest width.
 
     Examples:
-      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0)
-      >>> price_table(costs, (DraftCost(lookup=True),), (2,), None, 1).round_ms.tolist()
-      [[10.0, inf, inf], [10.0, 11.0, 12.0]]
-    """
-    every = (DraftCost(), *drafts)
-    table = np.full((len(every), max(longest) + 1), np.inf)
-    for at, (draft, most) in enumerate(zip(every, (0, *longest), strict=True)):
-        table[at, : most + 1] = [draft.round_ms(costs, length, live, batch) for length in range(most + 1)]
-    # A state is brought up in one pass at least. Plain decoding and lookups have none.
-    start = [
-        costs.step_ms(layers=one.absorb_layers, head=False) if one.absorb_layers else 0.0 for one in every
-    ]
-    # Only plain decoding requests no draft. A drafter that ends its drafts itself has no length to choose.
-    shortest = [0, *(most if one.adapts else 1 for one, most in zip(drafts, longest, strict=True))]
-    absorb = [one.absorb_ms(costs) for one in every]
-    return Prices(table, np.array(start), np.array(absorb), np.array(shortest))
-
-
-def tokens_of_rounds(accept: np.ndarray) -> np.ndarray:
-    """Returns expected tokens of a round by draft length, float[…, K + 1], from acceptances float[…, K].
-
-    Examples:
-      >>> tokens_of_rounds(np.array([0.5, 0.5])).tolist()
-      [1.0, 1.5, 1.75]
-    """
-    right = np.cumsum(np.cumprod(accept, axis=-1), axis=-1)
-    return np.concatenate([np.ones_like(right[..., :1]), 1 + right], axis=-1)
-
-
-def times_of_rounds(table: Prices, drafted: np.ndarray) -> np.ndarray:
-    """Returns expected milliseconds of a round by draft length, float[…, M, K + 1]; ∞ if it cannot be requested.
-
-    Args:
-      table: prices.
-      drafted: float[…, M, K], the share of rounds that draft a token at each position.
-    """
-    finite = np.where(np.isinf(table.round_ms), 0.0, table.round_ms)
-    further = np.cumsum(drafted * np.diff(finite), axis=-1)
-    times = finite[:, :1] + np.concatenate([np.zeros_like(further[..., :1]), further], axis=-1)
-    lengths = np.arange(finite.shape[1])
-    closed = np.isinf(table.round_ms) | (lengths < table.shortest[:, None])
-    return np.where(closed, np.inf, times)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outlook:
-    """Expected performance of M candidates with the best length of each, all rows together.
-
-    Attributes:
-      speedup: float[M], over plain decoding, without the time for a candidate's state.
-      length: int[M], the best draft length.
-      accept: float[M], acceptance of the first draft token.
-      round_ms: float[M], time of a round.
+      >>> from jaxspec.choosing.costs import guessed
+      >>> work = (DraftCost(lookup=True), DraftCost(layers=1))
+      >>> prices = measured_prices(guessed(10, row=0.1), work, (0, 0), (1, 3), 2, (0.5, 0.5))
+      >>> prices.draft[0, :, :, 0].round(2).tolist()
+      [[0.0, 0.0, 0.0], [0.0, 0.1899999976158142, 0.3799999952316284]]
     """
 
-    speedup: np.ndarray
-    length: np.ndarray
-    accept: np.ndarray
-    round_ms: np.ndarray
+    def verify_ms(width: int, live: int, batch: int) -> float:
+        return costs.step_ms(widths[-1] if one_width else width, live=live, batch=batch) + costs.loop_ms
+
+    def draft_ms(draft: DraftCost, nodes: int, length: int, live: int, batch: int) -> float:
+        if draft.copies or not length:
+            return 0.0
+        width = next(width for width in widths if width > (nodes or length))
+        its = dataclasses.replace(draft, widths=(widths[-1] if one_width else width,), lookup=False)
+        return its.round_ms(costs, length, live, batch) - verify_ms(width, live, batch)
+
+    def table(live: int) -> tuple[np.ndarray, np.ndarray]:
+        verify = [[verify_ms(width, live, batch) for width in widths] for batch in ROWS]
+        draft = [
+            [
+                [draft_ms(one, nodes, length, live, batch) for length in range(longest + 1)]
+                for one, nodes in zip(drafts, trees, strict=True)
+            ]
+            for batch in ROWS
+        ]
+        return np.array(verify), np.array(draft)
+
+    (verify, draft), later = table(0), table(1)
+    return _prices(ROWS, verify, draft, later[0] - verify, later[1] - draft, accept)
 
 
-def outlook(table: Prices, prior: Prior, counts: Counts, deviations: float = 0.0) -> Outlook:
-    """Returns the expected performance of each candidate.
-
-    Args:
-      table: prices of rounds of the batch.
-      prior, counts: beliefs about the rows that are still going on.
-      deviations: as for `beliefs.expected`.
-
-    Examples:
-      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
-      >>> table = price_table(costs, (DraftCost(lookup=True),), (1,), None, 1)
-      >>> prior = beliefs.prior_of([beliefs.UNKNOWN, beliefs.Expectation((0.8,), 2.0)], 1)
-      >>> outlook(table, prior, beliefs.no_counts(1, 2, 1)).speedup.round(2).tolist()
-      [1.0, 1.8]
-    """
-    accept, drafted = beliefs.expected(prior, counts, deviations)
-    tokens = tokens_of_rounds(accept).mean(axis=0)
-    # A round takes as long as that of the row with the longest draft.
-    times = times_of_rounds(table, drafted).max(axis=0)
-    speed = tokens / times * table.round_ms[OFF, 0]
-    length = speed.argmax(axis=-1)
-    each = np.arange(len(length))
-    return Outlook(speed[each, length], length, accept[:, :, 0].mean(axis=0), times[each, length])
+def _prices(
+    rows: Sequence[int],
+    verify: np.ndarray,
+    draft: np.ndarray,
+    verify_token: np.ndarray,
+    draft_token: np.ndarray,
+    accept: Sequence[float | Sequence[float]],
+) -> Prices:
+    longest = draft.shape[-1] - 1
+    known = [np.atleast_1d(np.asarray(one, np.float32))[:longest] for one in accept]
+    return Prices(
+        jnp.array(rows, jnp.int32),
+        jnp.asarray(np.stack([verify, verify_token], axis=-1), jnp.float32),
+        jnp.asarray(np.stack([draft, draft_token], axis=-1), jnp.float32),
+        jnp.asarray(np.stack([np.pad(one, (0, longest - len(one)), mode="edge") for one in known])),
+    )

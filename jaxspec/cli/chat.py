@@ -48,6 +48,8 @@ class Chat(AnswerOptions):
             progress("loading the model")
             lm = self.load()
             conversation = lm.chat(self.system, method=method, **self.generation())
+            progress("compiling")
+            conversation.warm_up()
         return _Chat(self, lm, conversation).run()
 
 

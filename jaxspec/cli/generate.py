@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.methods import made, method_field
 from jaxspec.cli.options import TextOptions
-from jaxspec.cli.slower import slower, warn_slower_by
 from jaxspec.console import interrupts
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import ACCEPTED, DIM, painted, printable, shows_colour, tell
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
     from jaxspec.engine.results import Piece, Result, Statistics, Token
     from jaxspec.engine.text import RowText
-
-
-# The longest time, in seconds, that the command waits after the text for programs that later commands will load.
-_COMPILES = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,24 +51,22 @@ class Generate(TextOptions):
             progress("loading the model")
             lm = self.load()
             pieces = lm.stream(prompt, method=method, n=self.n, logprobs=self.logprobs, **self.generation())
-            if warning := slower(lm, method):
-                tell(f"warning: {warning}")
             progress("compiling")
             texts = [pieces] if self.n == 1 else _collected(pieces, self.n, progress)
             outputs = [_Output(self, prompt, lm, progress) for _ in texts]
             status = max([output.write(text) for output, text in zip(outputs, texts, strict=True)])
-            if outputs[0].statistics is not None and warning is None:
-                warn_slower_by(lm, method, outputs[0].statistics)
-            # Only a person can skip the wait.
-            watched = status == 0 and isinstance(method, Auto) and sys.stderr.isatty()
-            if watched and lm.executables.keeps:
-                progress("compiling for later texts (Ctrl-C skips)")
-                with contextlib.suppress(KeyboardInterrupt):
-                    lm.executables.wait(_COMPILES)
-        if watched and lm.executables.busy:
-            from jaxspec.engine import background
+            if status == 0 and isinstance(method, Auto) and lm.executables.keeps:
+                tell(
+                    "compiling the program of method auto, once for this model, so that the next text drafts from its "
+                    "first token; Ctrl-C skips it"
+                )
+                progress("compiling")
+                try:
+                    lm.executables.wait()
+                except KeyboardInterrupt:
+                    from jaxspec.engine import background
 
-            background.leave(status)
+                    background.leave(status)
         return status
 
 
@@ -136,7 +129,7 @@ class _Output:
             print(_summary(self.statistics, self._result), file=sys.stderr)
             for line in self._log_probs():
                 print(line, file=sys.stderr)
-            if self._result.choices:
+            if self._result.expected:
                 print(explained(self._result), file=sys.stderr)
         return 0
 
@@ -185,11 +178,9 @@ class _Output:
 
     def _explanation(self) -> dict[str, Any]:
         """What was expected and chosen, where that was asked for."""
-        if self._result is None or not self._result.choices:
+        if self._result is None or not self._result.expected:
             return {}
-        return {
-            name: [one._asdict() for one in getattr(self._result, name)] for name in ("expected", "choices")
-        }
+        return {"expected": [one._asdict() for one in self._result.expected], "prices": self._result.prices}
 
 
 def _collected(pieces: Iterator[Piece], number: int, progress: Progress) -> list[Iterator[Piece]]:
@@ -226,54 +217,20 @@ def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:
 
 
 def explained(result: Result) -> str:
-    """The tables of `--explain`: what was expected of each candidate before the text, and what was chosen when.
+    """The table of `--explain`: what was expected of each candidate before the text.
 
     Examples:
-      >>> from jaxspec.engine.results import Chosen, Expected, Result, Statistics
+      >>> from jaxspec.engine.results import Expected, Result, Statistics
       >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
-      >>> ngram = Expected("ngram", 4, 0.5, 11.0, 1.2, True, assumed=True)
-      >>> expected = (ngram, Expected("off", 0, None, 9.0, 1.0, True))
-      >>> chosen = (Chosen(0, "off", 0, 8, 8, 72.0, 80.0), Chosen(8, "ngram", 4, 8, 16, 90.0, 80.0))
-      >>> print(explained(Result("Hi", [], "length", statistics, expected=expected, choices=chosen)))
-      candidate     drafts    acceptance  ms/round  speed-up  programs
-      ngram              4  assumed 0.50     11.00      1.20  ready
-      off                0             –      9.00      1.00  ready
-      of those that are ready ngram was expected to be the fastest: 1.20 times plain decoding's speed
-      <BLANKLINE>
-      round     chosen        drafts  rounds  tokens  ms expected  ms taken
-      0         off                0       8       8         72.0      80.0
-      8         ngram              4       8      16         90.0      80.0
+      >>> print(explained(Result("Hi", [], "length", statistics, expected=(Expected("ngram", 4, 0.5, 1.2),))))
+      candidate     drafts  acceptance  speed-up
+      ngram              4        0.50      1.20
     """
-    names = [*(one.name for one in result.expected), *(turn.name for turn in result.choices)]
-    width = max([12, *map(len, names)])
-    lines = []
-    if result.expected:  # of choices that a file says, nothing
-        lines.append(f"{'candidate':<{width}}  drafts    acceptance  ms/round  speed-up  programs")
+    width = max([12, *(len(one.name) for one in result.expected)])
+    lines = [f"{'candidate':<{width}}  drafts  acceptance  speed-up"]
     for one in result.expected:
-        ready = "ready" if one.ready else "not compiled"
-        accepted = ("assumed " if one.assumed else "") + _number(one.acceptance, 2)
-        lines.append(
-            f"{one.name:<{width}}  {one.length:>6}  {accepted:>12}  {_number(one.round_ms, 2):>8}  "
-            f"{one.speedup:>8.2f}  {ready}"
-        )
-    if any(one.round_ms is None for one in result.expected):
-        lines.append("no time was measured yet: costs are guessed; jaxspec profile --costs measures them")
-    for best in [one for one in result.expected if one.ready][:1]:
-        gain = f"{best.speedup:.2f} times plain decoding's speed"
-        if best.name == "off":
-            gain = "nothing else pays" if best == result.expected[0] else "what pays more is not compiled"
-        lines += [f"of those that are ready {best.name} was expected to be the fastest: {gain}", ""]
-    lines += [f"{'round':<8}  {'chosen':<{width}}  drafts  rounds  tokens  ms expected  ms taken"]
-    for turn in result.choices:
-        lines.append(
-            f"{turn.round:<8}  {turn.name:<{width}}  {turn.length:>6}  {turn.num_rounds:>6}  {turn.num_tokens:>6}  "
-            f"{_number(turn.expected_ms, 1):>11}  {turn.took_ms:>8.1f}"
-        )
+        lines.append(f"{one.name:<{width}}  {one.length:>6}  {one.acceptance:>10.2f}  {one.speedup:>8.2f}")
     return "\n".join(lines)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _summary(statistics: Statistics | None, result: Result) -> str:

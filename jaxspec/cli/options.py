@@ -58,7 +58,12 @@ class ModelOptions(Placement):
     mesh: str | None = dataclasses.field(default=None, metadata={"metavar": "AXES"})
     processes: ProcessOptions = ProcessOptions()  # noqa: RUF009
 
-    def load(self, chat_template: str | None = None, prefix_cache: str | None = None) -> LanguageModel:
+    def load(
+        self,
+        chat_template: str | None = None,
+        prefix_cache: str | None = None,
+        max_model_len: int | None = None,
+    ) -> LanguageModel:
         """The model, loaded."""
         from jaxspec.engine.language_model import load
 
@@ -70,6 +75,7 @@ class ModelOptions(Placement):
             mesh=self.mesh,
             chat_template=chat_template,
             prefix_cache=prefix_cache,
+            max_model_len=max_model_len,
         )
 
 

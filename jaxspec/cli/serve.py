@@ -33,6 +33,7 @@ class Serve:
       max_queue: texts that may wait; further requests get status 429.
       request_timeout_seconds: the time limit of a request.
       shutdown_timeout_seconds: how long running requests may take after SIGTERM; then they get an error.
+      max_model_len: the most tokens of a prompt and its text together. Default: the model's context.
       prefix_cache: the memory for caches of texts, such as 512MB. Prompts that begin alike are then fed once.
       methods: methods that requests may name, with commas between, each with its default options; the one of --method
         is always allowed. Default without --run: all, with any options but files.
@@ -48,6 +49,7 @@ class Serve:
     max_queue: int = 64
     request_timeout_seconds: float = 600.0
     shutdown_timeout_seconds: float = 30.0
+    max_model_len: int | None = None
     prefix_cache: str | None = dataclasses.field(default=None, metadata={"metavar": "SIZE"})
     methods: str | None = None
     runs: tuple[str, ...] = dataclasses.field(
@@ -71,7 +73,7 @@ class Serve:
         bound = run.bind(self.host, self.port)
         with bound:
             with Progress("loading the model"):
-                lm = self.model.load(self.chat_template, self.prefix_cache)
+                lm = self.model.load(self.chat_template, self.prefix_cache, self.max_model_len)
             if lm.tokenizer is None:
                 raise ValueError(f"{lm.name} has no tokenizer; the server needs one")
             address = (

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.choosing.loop_prices import Prices
+from jaxspec.choosing.prices import Prices
 from jaxspec.drafting.lookup import LookupDrafter
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
@@ -135,6 +135,7 @@ class ChoosingState(NamedTuple):
         rounds with a rejection; the last column is unused.
       seen: int32[B, C, K, 2], accepted and rejected draft tokens of the text by position; the second position of a
         lookup counts all further ones.
+      used: int32[B, C], the rounds of the text in which a draft of the candidate was verified.
       credit: float32[B], the time that drafts may still lose against plain decoding, in plain steps.
       choice: that of the last round.
       found: the drafts of each lookup in the last round.
@@ -145,6 +146,7 @@ class ChoosingState(NamedTuple):
     right: jax.Array
     wrong: jax.Array
     seen: jax.Array
+    used: jax.Array
     credit: jax.Array
     choice: Choice
     found: tuple[Found, ...]
@@ -333,19 +335,24 @@ class Choosing(Drafter):
             one.init(weights, view, dataclasses.replace(prefill, absorbed=its))
             for (one, weights), its in zip(self._each(params), held.own, strict=True)
         )
-        batch, most = len(view.length), self.num_draft_tokens
+        return self.begun(len(view.length))._replace(own=own, waiting=held.waiting)
+
+    def begun(self, batch: int) -> ChoosingState:
+        """Returns the state of new texts, without the states of the candidates."""
+        most = self.num_draft_tokens
         counts = jnp.zeros((batch, len(self.candidates), 2), jnp.float32)
         none, zero = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.float32)
         nothing = Found(jnp.zeros((batch, most), jnp.int32), none, zero)
         return ChoosingState(
-            own=own,
+            own=(),
             right=counts,
             wrong=counts,
             seen=jnp.zeros((batch, len(self.candidates), most, 2), jnp.int32),
+            used=jnp.zeros((batch, len(self.candidates)), jnp.int32),
             credit=zero + FIRST,
             choice=Choice(none - 1, none, zero),
             found=(nothing,) * len(self.lookups),
-            waiting=held.waiting,
+            waiting=None,
         )
 
     def choose(
@@ -644,15 +651,20 @@ class Choosing(Drafter):
                 top_tokens=None if top is None else top[..., : one.num_top_tokens],
             )
             own.append(one.observe(weights, state.own[at], its))
+        waiting = None if state.waiting is None else state.waiting.followed_by(outcome)
+        return self.counted(state, outcome)._replace(own=tuple(own), waiting=waiting)
+
+    def counted(self, state: ChoosingState, outcome: Outcome) -> ChoosingState:
+        """Returns the state with the counts and the credit after a round, the data of the next choice."""
         right, wrong, seen = self._evidence(state, outcome)
+        mine = state.choice.candidate[:, None] == jnp.arange(len(self.candidates))
         gain = (1 + SHARE) * outcome.count - state.choice.cost
         return state._replace(
-            own=tuple(own),
             right=self.memory * state.right + right,
             wrong=self.memory * state.wrong + wrong,
             seen=state.seen + seen,
+            used=state.used + (mine & (outcome.drafted > 0)[:, None]),
             credit=state.credit + jnp.where(outcome.count > 0, gain, 0.0),
-            waiting=None if state.waiting is None else state.waiting.followed_by(outcome),
         )
 
     def _evidence(self, state: ChoosingState, outcome: Outcome) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -10,6 +10,8 @@ from jaxspec.engine.requests import RowRequest
 # long as with 64 slots, up to 1 %.
 START_CAPACITY = 512
 MIN_CAPACITY = 32
+# A capacity is a multiple of it: the lanes of a TPU.
+_TILE = 128
 # Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less.
 MAX_CHUNK, MAX_CHUNK_CPU, MIN_CHUNK = 256, 32, 16
 # Prompt chunks fed per host poll while other rows are decoding.
@@ -63,22 +65,22 @@ def rows_below(rows: int) -> int:
     return below
 
 
-def capacity_for(size: int) -> int:
+def capacity_for(size: int, most: int) -> int:
     """Returns the capacity for rows of `size` tokens: `START_CAPACITY`, or a power of two from four times that on.
 
+    The last capacity is that of the longest text. A power of two that is nearly as large is left out.
+
+    Args:
+      size: the slots that are needed.
+      most: the slots that the longest text needs.
+
     Examples:
-      >>> [capacity_for(size) for size in (20, 512, 513, 3000)]
-      [512, 512, 2048, 4096]
+      >>> [capacity_for(size, most=5000) for size in (20, 512, 513, 3000)]
+      [512, 512, 2048, 5120]
     """
-    return START_CAPACITY if size <= START_CAPACITY else bucket(size, 4 * START_CAPACITY)
-
-
-def start_capacity(requests: Sequence[RowRequest], reach: int) -> int:
-    """Returns the initial capacity of a batch, for its prompts and a round.
-
-    `reach`: the slots that a round of the drafter may write past the committed tokens.
-    """
-    return capacity_for(max(len(request.prompt) for request in requests) + 1 + reach)
+    power = START_CAPACITY if size <= START_CAPACITY else bucket(size, 4 * START_CAPACITY)
+    last = _whole_tiles(max(size, most))
+    return power if 4 * power < 3 * last else last
 
 
 def must_grow(length: int, reach: int, capacity: int) -> bool:
@@ -91,3 +93,7 @@ def may_grow(length: int, requests: Sequence[RowRequest], reach: int, capacity: 
     earlier)."""
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     return 2 * length > capacity and must_grow(longest, reach, capacity)
+
+
+def _whole_tiles(size: int) -> int:
+    return -(-size // _TILE) * _TILE

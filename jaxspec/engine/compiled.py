@@ -7,7 +7,6 @@ import functools
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -69,36 +68,6 @@ def prefill(
         config, params, parts, request, caches, chunk_size=chunk_size, merged=merged
     )
     return constrained(mesh, state), emitted
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "chunk_size", "merged", "mesh", "longest"),
-    donate_argnames="caches",
-)
-def begin(
-    params: Weights,
-    parts: Parts,
-    request: Request,
-    caches: Caches | None = None,
-    *,
-    config: LlamaConfig,
-    chunk_size: int,
-    merged: bool,
-    mesh: Mesh | None,
-    longest: int,
-) -> tuple[DecodeState, protocol.State, Emitted]:
-    """Runs `prefill` for a text whose drafter may change, and returns the drafter's state separately; donates `caches`.
-
-    The first result is the state of plain decoding, with statistics for drafts of up to `longest` tokens.
-    """
-    state, emitted = decoding.prefill(
-        config, params, parts, request, caches, chunk_size=chunk_size, merged=merged
-    )
-    histogram = jnp.zeros((state.length.shape[0], longest + 1), jnp.int32)
-    stats = dataclasses.replace(state.stats, acceptance_histogram=histogram)
-    plain = dataclasses.replace(state, drafter_state=(), stats=stats)
-    return constrained(mesh, plain), state.drafter_state, dataclasses.replace(emitted, stats=stats)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"), donate_argnames="caches")

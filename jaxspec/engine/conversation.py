@@ -97,6 +97,15 @@ class Conversation:
             self._start([0], made)  # raises
         self._method = made
 
+    def warm_up(self) -> None:
+        """Compiles what turns need while the conversation fits into the first capacity of the caches.
+
+        Programs for longer ones are compiled in the background, once the caches are half full.
+        """
+        with needed():
+            session, _ = self._start([0], self._method)
+            session.warm_up(2, continued=True)
+
     def clear(self) -> None:
         """Removes all messages except the system prompt, and stops an answer that is being generated."""
         self._pieces.close()

@@ -24,9 +24,9 @@ from jaxspec.engine.stored_programs import Key
 from jaxspec.host.progress import Progress
 
 # Programs that a process keeps, of all its models; the least recently used one is dropped. Clients of a server may ask
-# for any number of them, by options of methods, filters and lengths, and each takes 10 MB or more. A batch of one
-# method uses fewer than ten.
-MAX_PROGRAMS = 128
+# for any number of them, by options of methods, and the large ones take 10 MB or more. A server compiles about 20 for
+# each capacity, most of them small.
+MAX_PROGRAMS = 256
 # The share of the memory mappings that the system allows, above which programs are dropped too. On a CPU a program has
 # 100 to 1,000, Linux allows 65,530, and the compiler ends the process if it gets no more. The rest is for the programs
 # that the threads compile at the same time.
@@ -42,10 +42,8 @@ _USED: OrderedDict[tuple[weakref.ref[Executables], Any], None] = OrderedDict()
 _LOCK = threading.Lock()
 # A jitted function, its traced arguments and its static ones.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-# Names of the threads that compile and load programs for which no caller waits, and the `nice` value of the first.
-_LATER, _LOADS, _NICE = "jaxspec-later", "jaxspec-load", 10
-# The time to load a stored program ÷ the time to compile it, until a load was measured.
-LOADING = 0.5
+# The name of the thread that compiles programs for which no caller waits, and its `nice` value.
+_LATER, _NICE = "jaxspec-later", 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +76,6 @@ class Executables:
       num_compilations: the number of executables compiled, including those in the background, without those that an
         earlier process had stored.
       compile_ms: their total compile time, milliseconds.
-      longest_ms: the longest compile time of one executable, milliseconds.
       blocked_ms: the total time that callers waited for compilation or loading, milliseconds.
       variants: counts of the specialised executables.
       num_dropped: the number of programs that were dropped, see `MAX_PROGRAMS` and `MAX_MAPPINGS`.
@@ -87,7 +84,6 @@ class Executables:
     def __init__(self) -> None:
         self.num_compilations = 0
         self.compile_ms = 0.0
-        self.longest_ms = 0.0
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
         self.num_dropped = 0
@@ -98,7 +94,6 @@ class Executables:
         self._described: list[Future[None]] = []
         self._whats: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()
         self._keeping: list[Future[None]] = []
-        self._kept_ms: dict[Any, float] = {}
         self._shapes: OrderedDict[Any, Any] = OrderedDict()
 
     def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
@@ -122,39 +117,27 @@ class Executables:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""
         self._prepare("jaxspec-compile", function, args, static)
 
-    def later(
-        self,
-        describe: Callable[[], Sequence[Call]],
-        then: Callable[[], None] = lambda: None,
-        loads: bool = False,
-        what: str = "programs",
-    ) -> None:
+    def later(self, describe: Callable[[], Sequence[Call]], what: str = "programs") -> None:
         """Compiles programs in the background that no caller waits for, on Linux with a low priority.
 
         Args:
           describe: returns the functions with their traced and static arguments, as `prepare` takes them. It is also
             called in the background.
-          then: called in the background when the programs have been compiled.
-          loads: whether the programs are expected to be stored. These have no low priority.
           what: the programs, for the progress of `wait`.
         """
-        name = _LOADS if loads else _LATER
 
         def prepare() -> None:
             for function, args, static in describe():
                 background.go_on()
-                self._prepare(name, function, args, static, what)
-            submit(then)
+                self._prepare(_LATER, function, args, static, what)
+            with self._lock:  # ends after the programs
+                self._keeping.append(self._pool(_LATER).submit(lambda: None))
 
-        def submit(task: Callable[[], None]) -> None:
-            with self._lock:
-                future = self._pool(name).submit(task)
-                self._described.append(future)
-                self._whats[future] = what
-                if not loads:
-                    self._keeping = [*(one for one in self._keeping if not one.done()), future]
-
-        submit(_with_callers_precision(prepare))
+        with self._lock:
+            future = self._pool(_LATER).submit(_with_callers_precision(prepare))
+            self._described.append(future)
+            self._whats[future] = what
+            self._keeping = [*(one for one in self._keeping if not one.done()), future]
 
     def _prepare(
         self, name: str, function: Any, args: Any, static: dict[str, Any], what: str = "programs"
@@ -182,16 +165,10 @@ class Executables:
             future = self._futures.get(key)
         return future is not None and future.done() and future.exception() is None
 
-    def holds(self, key: Any) -> bool:
-        """Whether the program of this key is compiled or is being compiled; not after it was dropped."""
-        with self._lock:
-            return key in self._futures
-
-    def kept_ms(self, keys: Sequence[Any]) -> float | None:
-        """Returns the milliseconds in which another process makes these programs ready; None if they are not kept."""
-        with self._lock:
-            times = [self._kept_ms.get(key) for key in keys]
-        return None if None in times else sum(times)  # type: ignore[arg-type]
+    def is_stored(self, function: Callable[..., Any], *args: Any, **static: Any) -> bool:
+        """Whether an earlier process has stored the executable for such arguments."""
+        path = Key(function, args, static).path
+        return path is not None and path.is_file()
 
     def shapes(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """Returns `function.eval_shape(*args, **static)`, without a trace if the program is stored."""
@@ -212,14 +189,6 @@ class Executables:
         with self._lock:
             unfinished = any(not future.done() for future in self._keeping)
         return unfinished and bool(stored_programs.version())
-
-    @property
-    def busy(self) -> bool:
-        """Whether a program is being compiled or is queued for it."""
-        with self._lock:
-            self._described = [future for future in self._described if not future.done()]
-            futures = *self._described, *self._futures.values()
-            return any(not future.done() for future in futures)
 
     def variant(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any] | None:
         """Returns the executable for such arguments if it is compiled; else None, and compiles it in the background.
@@ -244,13 +213,8 @@ class Executables:
             self.variants = dataclasses.replace(self.variants, **counted)
         return future.result() if ready and future is not None else None
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Waits until all background compilation has finished. Call it before a measurement.
-
-        Args:
-          seconds: the longest time to wait; None for any.
-        """
-        until = None if seconds is None else time.monotonic() + seconds
+    def wait(self) -> None:
+        """Waits until all background compilation has finished. Call it before a measurement."""
         with Progress() as progress:
             for list_of in (
                 lambda: self._described,
@@ -261,8 +225,7 @@ class Executables:
                     futures: list[Future[Any]] = [one for one in list_of() if not one.done()]
                 for future in futures:
                     progress(f"compiling {self._whats.get(future, 'programs')}")
-                    left = None if until is None else max(until - time.monotonic(), 0.0)
-                    concurrent.futures.wait([future], left)
+                    concurrent.futures.wait([future])
 
     def _claim(
         self, function: Callable[..., Any], args: Any, static: dict[str, Any]
@@ -292,7 +255,6 @@ class Executables:
 
     def _drop(self, key: Any) -> None:
         del self._futures[key], _USED[weakref.ref(self), key]
-        self._kept_ms.pop(key, None)
         self.num_dropped += 1
 
     @staticmethod
@@ -346,12 +308,9 @@ class Executables:
             return
         spent_ms = 1e3 * (time.perf_counter() - began)
         with self._lock:
-            if made.kept:
-                self._kept_ms[key] = spent_ms if made.loaded else LOADING * spent_ms
             if not made.loaded:
                 self.num_compilations += 1
                 self.compile_ms += spent_ms
-                self.longest_ms = max(self.longest_ms, spent_ms)
         future.set_result(made.program)
 
 
@@ -376,12 +335,10 @@ class _Made:
     Attributes:
       program: the executable.
       loaded: whether an earlier process had stored it.
-      kept: whether the next process will find it.
     """
 
     program: Any
     loaded: bool
-    kept: bool
 
 
 @jax_settings.needed()
@@ -389,14 +346,14 @@ def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
     """Returns the executable for these arguments, stored by an earlier process or else compiled."""
     key = Key(function, args, static)
     if (stored := key.read()) is not None:
-        return _Made(stored, loaded=True, kept=True)
+        return _Made(stored, loaded=True)
     lowered = function.lower(*args, **static)
     background.go_on()
     with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
         program = lowered.compile(compiler_options=compiler_options(args))
     function.clear_cache()  # JAX's, with the traces of all calls; each keeps its program in memory
     key.write(program, lowered.out_info)
-    return _Made(program, loaded=False, kept=key.path is not None)
+    return _Made(program, loaded=False)
 
 
 def _with_callers_precision(function: Callable[..., Any]) -> Callable[..., Any]:

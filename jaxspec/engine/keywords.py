@@ -68,7 +68,6 @@ class Keywords(TypedDict, total=False):
     alpha: float | None
     among: Method | Sequence[Method | str] | str
     asd_numbers: os.PathLike[str] | str | None
-    choices: os.PathLike[str] | str | None
     draft: HasModel | os.PathLike[str] | str | None
     draft_bits: Literal[8, 4] | None
     draft_cost: float | None
@@ -92,6 +91,7 @@ class Keywords(TypedDict, total=False):
     no_tree: bool
     num_draft_tokens: int | None
     plan: os.PathLike[str] | str | None
+    prices: os.PathLike[str] | str | None
     probe: os.PathLike[str] | str | None
     reference: Sequence[str] | str
     refresh: int | None

@@ -16,14 +16,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.choosing.costs import StepCosts
-from jaxspec.engine import buckets, exactness, head_check, memory, scoring
+from jaxspec.engine import buckets, exactness, head_check, memory, scoring, stored_programs
 from jaxspec.engine import compilation_cache as persistent_cache
-from jaxspec.engine.auto.candidates import Alternatives
+from jaxspec.engine.auto import Auto as AutoDrafter
+from jaxspec.engine.auto import Awaited, Chosen, Learnt
 from jaxspec.engine.buckets import START_CAPACITY
 from jaxspec.engine.compiled import Loop
 from jaxspec.engine.conversation import STREAM_ROUNDS, Conversation
 from jaxspec.engine.drafts import Drafts, place
-from jaxspec.engine.executables import Executables
+from jaxspec.engine.executables import MAX_PROGRAMS, Executables
 from jaxspec.engine.generation_options import NAMES, GenerationOptions, document, split
 from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.keywords import Keywords, MethodName
@@ -58,7 +59,7 @@ from jaxspec.engine.requests import (
 from jaxspec.engine.results import Piece, Result, Score
 from jaxspec.engine.row import Texts
 from jaxspec.engine.session import Session
-from jaxspec.engine.strategies import for_drafter
+from jaxspec.engine.strategies import Strategy, for_drafter
 from jaxspec.host import processes
 from jaxspec.host.arguments import flag, num_bytes, whole
 from jaxspec.host.messages import shown
@@ -79,7 +80,7 @@ from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
 from jaxspec.protocol import Acceptor, Drafter, Weights
 
-# The most rounds between two host polls, unless it is `STREAM_ROUNDS`: for streams, stop strings, recorded choices.
+# The most rounds between two host polls, unless it is `STREAM_ROUNDS`: for streams and stop strings.
 QUIET_ROUNDS = 64
 # The options that define the sampling distribution.
 _DISTRIBUTION = (
@@ -106,6 +107,7 @@ def load(
     chat_template: str | os.PathLike[str] | None = None,
     compilation_cache: bool = True,
     prefix_cache: int | str | None = None,
+    max_model_len: int | None = None,
 ) -> LanguageModel:
     """Loads a Llama-type model.
 
@@ -128,6 +130,7 @@ def load(
         need not compile them again. It applies to the whole process. If JAX has a cache directory already, its settings
         are unchanged. The environment variable `JAXSPEC_CACHE` names another directory, or is `off`.
       prefix_cache: as in `LanguageModel`.
+      max_model_len: the maximum number of tokens of prompt and output together; by default the model's context.
 
     Raises:
       FileNotFoundError, ValueError: the model cannot be found or used; one line with the cause and a remedy.
@@ -147,6 +150,13 @@ def load(
     with Progress("loading the model"):
         directory = find_model(model)
         config = checkpoint.read_config(directory)
+        if max_model_len is not None:
+            if not 2 <= whole("max_model_len", max_model_len) <= config.context_length:
+                raise ValueError(
+                    f"max_model_len is {max_model_len}; give a number from 2 to the model's context of "
+                    f"{config.context_length}"
+                )
+            config = dataclasses.replace(config, max_model_len=max_model_len)
         name = os.fspath(model) if model is not None else directory.name
         if mesh is not None:
             config = fit_to_mesh(mesh, config, name)
@@ -616,8 +626,8 @@ class LanguageModel:
         A batch of one of these sizes, with the same method and acceptor, then compiles nothing, whatever its other
         options: there are two programs for a number of rows (1, 4, 16 …) and a capacity (512, 2,048, 4,096 … tokens),
         one for prompts, one for rounds. Requests with `exact`, with banned words, with a ban of repeated n-grams, or
-        with more than 8 end tokens have programs of their own. Method `auto` compiles the programs of its candidates
-        too. Programs for requests that wait for a free row (more prompts than `max_batch`) are not compiled.
+        with more than 8 end tokens have programs of their own. Programs for requests that wait for a free row (more
+        prompts than `max_batch`) are not compiled.
 
         Args:
           batch_sizes: numbers of prompts.
@@ -637,7 +647,7 @@ class LanguageModel:
           >>> lm.executables.num_compilations - compiled
           0
         """
-        context = self.config.max_position_embeddings
+        context = self.config.context_length
         longest = min(START_CAPACITY, context) if max_tokens is None else whole("max_tokens", max_tokens)
         if not 3 <= longest <= context:
             raise ValueError(f"max_tokens is {longest}; give a number from 3 to the context of {context}")
@@ -647,7 +657,7 @@ class LanguageModel:
                 raise ValueError(f"batch_sizes has {size}; give numbers of at least 1")
             max_batch = max(size, GenerationOptions().max_batch)
             options = {"max_batch": max_batch, "max_new_tokens": longest - len(prompt), **given}
-            with needed(), self.compiled_early():
+            with needed():
                 read = self._read(method, None, options)
                 session, _, _ = self._read_session([prompt] * size, None, None, *read)
                 session.warm_up(longest)
@@ -664,14 +674,13 @@ class LanguageModel:
     ) -> tuple[Session, Iterator[Piece], bool]:
         """Checks the arguments of `generate`, and returns its session, its pieces and whether there is a single prompt.
 
-        `rounds`: the most rounds between two host polls, unless stop strings or recorded choices need more polls.
+        `rounds`: the most rounds between two host polls, unless stop strings need more polls.
         """
         session, stops, single = self._read_session(
             prompts, messages, attention_mask, method, options, prefix
         )
-        watched = stops.strings or session.strategy.recorded
         texts = self._texts(session, options)
-        return session, self._run(texts, stops, STREAM_ROUNDS if watched else rounds), single
+        return session, self._run(texts, stops, STREAM_ROUNDS if stops.strings else rounds), single
 
     def _texts(self, session: Session, options: GenerationOptions) -> Texts:
         lossy = options.acceptor in LOSSY and session.strategy.drafter.num_draft_tokens > 0
@@ -755,17 +764,23 @@ class LanguageModel:
         accept = self._acceptor(method, options, requests)
         distributions = tuple(distribution_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
         target = self.loaded.exact if options.exact else self.loaded
-        drafter, weights = self._parts(method, distributions, self.directory, target)
         loop = self._loop(bool(options.exact))
-        strategy = (
-            (self._exact_alternatives if options.exact else self._alternatives).strategy(
-                method, loop, drafter, distributions, self.step_costs, requests, max_batch
-            )
-            if isinstance(method, Auto)
-            else for_drafter(loop, drafter)
-        )
+        if isinstance(method, Auto):
+            auto = self._auto(method, distributions, target)
+            weights = Weights(self.params, auto.params)
+            # Plain decoding must not change a sampled text, and all processes must run the same program.
+            same = accept.coupled or not needs_sampling(requests)
+            alone = len(requests) == 1 and not elastic and prefix is None and loop.mesh is None
+            strategy: Strategy = for_drafter(loop, auto.drafter)
+            if auto.names:
+                strategy = (Awaited if alone and same else Chosen)(loop, auto, method.explain)
+            else:
+                strategy.name = "auto: plain decoding, no method is offered"
+        else:
+            drafter, weights = self._parts(method, distributions, self.directory, target)
+            strategy = for_drafter(loop, drafter)
         strategy.name = strategy.name or (
-            method.name if isinstance(method, Method) else type(drafter).__name__
+            method.name if isinstance(method, Method) else type(strategy.drafter).__name__
         )
         if prefix is not None:
             start = prefix.start(requests[0].prompt, strategy.drafter, self.config)
@@ -867,23 +882,47 @@ class LanguageModel:
             )
         )
 
-    @functools.cached_property
-    def _alternatives(self) -> Alternatives:
-        return self._alternatives_of(self.loaded)
+    def _auto(self, method: Auto, distributions: tuple[str, ...], target: LoadedModel) -> AutoDrafter:
+        """Returns the drafter of method `auto`, made once for all texts with these sampling distributions."""
+        key = (
+            dataclasses.replace(method, explain=False),
+            tuple(sorted(set(distributions))),
+            target is self.loaded,
+        )
+        with contextlib.suppress(TypeError):  # an option that cannot be a key
+            if key in self._autos:
+                return self._autos[key]
+        learnt = self._learnt if target is self.loaded else self._exact_learnt
+        resources = self._resources(key[1], self.directory)
+        resources = dataclasses.replace(
+            resources,
+            costs=self.step_costs,
+            seen=learnt.before,
+            first_accepted=functools.partial(head_check.first_accepted, self),
+        )
+        candidates = method.candidates(target, resources)
+        drafter, params = method.built(candidates, target, resources)
+        if self.mesh is None:  # otherwise each call of the loop would transfer the drafter's arrays again
+            drafter = jax.device_put(drafter, self.device)
+        made = AutoDrafter(drafter, params, tuple(one.name for one in candidates), learnt)
+        with contextlib.suppress(TypeError):
+            while len(self._autos) >= MAX_PROGRAMS:
+                del self._autos[next(iter(self._autos))]
+            self._autos[key] = made
+        return made
 
     @functools.cached_property
-    def _exact_alternatives(self) -> Alternatives:
-        return self._alternatives_of(self.loaded.exact)
+    def _autos(self) -> dict[Any, AutoDrafter]:
+        return {}
 
-    def _alternatives_of(self, target: LoadedModel) -> Alternatives:
-        device = self.device if self.mesh is None else None
-        resources = functools.partial(self._resources, directory=self.directory)
-        return Alternatives(target, resources, device, functools.partial(self._auto_key, target))
+    @functools.cached_property
+    def _learnt(self) -> Learnt:
+        key = {"model": self.fingerprint, "precision": self.precision}
+        return Learnt(key, keeps=bool(stored_programs.version()) and self.mesh is None)
 
-    def _auto_key(self, target: LoadedModel) -> dict[str, Any]:
-        """Returns what times and prices of method `auto` depend on."""
-        costs = None if self.step_costs is None else repr(self.step_costs)
-        return self._cost_key | {"costs": costs} | ({"exact": True} if target.config.exact else {})
+    @functools.cached_property
+    def _exact_learnt(self) -> Learnt:
+        return Learnt({}, keeps=False)
 
     @property
     def _cost_key(self) -> dict[str, Any]:
@@ -900,7 +939,7 @@ class LanguageModel:
             return None
 
     def candidates(self, method: Auto, distributions: tuple[str, ...] = ("greedy",)) -> tuple[Candidate, ...]:
-        """Returns the candidates of method `auto`, which are made once for all texts.
+        """Returns the candidates of method `auto`.
 
         Args:
           method: with its options.
@@ -916,24 +955,7 @@ class LanguageModel:
           ['ngram', 'suffix']
         """
         with needed():
-            return self._alternatives.candidates(method, distributions)
-
-    @contextlib.contextmanager
-    def compiled_early(self) -> Iterator[None]:
-        """Within this context, method `auto` compiles the programs of all candidates in the background at once.
-
-        Otherwise it compiles a candidate's programs when they are expected to pay. Measurements call
-        `executables.wait()` before they take times.
-
-        Examples:
-          >>> from jaxspec.testing import language_model
-          >>> lm = language_model()
-          >>> with lm.compiled_early():
-          ...     text = lm.generate("ab", method="auto", among="ngram", max_new_tokens=4)
-          ...     lm.executables.wait()
-        """
-        with self._alternatives.compiled_early(), self._exact_alternatives.compiled_early():
-            yield
+            return method.candidates(self.loaded, self._resources(distributions, self.directory))
 
     def _parts(
         self,

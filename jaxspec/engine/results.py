@@ -8,7 +8,7 @@ import itertools
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxspec.engine.executables import VariantCounts
 
@@ -164,55 +164,23 @@ class Statistics:
 
 
 class Expected(NamedTuple):
-    """The estimates of `auto` for a candidate before a batch's first round.
+    """What method `auto` expects of a candidate before a text's first round, alone in a batch.
 
     Attributes:
-      name: the candidate's name; `off` for plain decoding.
-      length: the draft length with the most tokens per millisecond.
-      acceptance: the share of first draft tokens that are accepted; None for plain decoding.
-      round_ms: the time of a round, milliseconds; None before the first measurement, when only ratios are estimated.
-      speedup: the speed-up over plain decoding.
-      ready: whether its programs were compiled.
-      assumed: whether the acceptance is an assumption, because no text has shown any yet.
+      name: the candidate's name.
+      length: the draft length with the most tokens per time.
+      acceptance: the share of first draft tokens that are accepted.
+      speedup: the speed-up over plain decoding, in rounds in which it drafts.
 
     Examples:
-      >>> Expected("ngram", 4, 0.5, 11.0, 1.2, True).name
+      >>> Expected("ngram", 4, 0.5, 1.2).name
       'ngram'
     """
 
     name: str
     length: int
-    acceptance: float | None
-    round_ms: float | None
+    acceptance: float
     speedup: float
-    ready: bool
-    assumed: bool = False
-
-
-class Chosen(NamedTuple):
-    """One choice of `auto` for some rounds of a batch, with its outcome.
-
-    Attributes:
-      round: the number of rounds of the batch before the choice.
-      name: the candidate's name; `off` for plain decoding.
-      length: its maximum draft length.
-      num_rounds, num_tokens: rounds and tokens until the next choice, of all rows.
-      expected_ms: the expected time, from the costs of its steps for the actual drafts, and of catching up its state if
-        that was necessary; None before the first measurement.
-      took_ms: the time measured on the host.
-
-    Examples:
-      >>> Chosen(8, "ngram", 4, 8, 20, 80.0, 84.0).num_tokens
-      20
-    """
-
-    round: int
-    name: str
-    length: int
-    num_rounds: int
-    num_tokens: int
-    expected_ms: float | None
-    took_ms: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,9 +199,9 @@ class Result:
         found a stop string have changed γ too.
       lossy: whether the text follows another distribution than the model's: it was sampled, and its draft tokens were
         accepted by an acceptor that changes the distribution (`acceptor="typical"`).
-      expected, choices: with `method="auto"` and `explain`, the estimates of the candidates, the fastest first, and the
-        choices for the whole batch up to this text's end; else ().
-      drafted_by: the name of the method; with method `auto`, the methods that drafted in this text, or why none did.
+      expected, prices: with `method="auto"` and `explain`, the estimates of the candidates, the fastest first, and
+        the prices as in the file of `prices`; else () and None.
+      drafted_by: the name of the method; with method `auto`, also the rounds of each candidate, or why none drafted.
       new_text: returns a new converter of the tokens to text, for `spans`; None for a result that was read from a file.
 
     Examples:
@@ -249,7 +217,7 @@ class Result:
     gamma: float | None = None
     lossy: bool = False
     expected: tuple[Expected, ...] = ()
-    choices: tuple[Chosen, ...] = ()
+    prices: dict[str, Any] | None = None
     drafted_by: str = ""
     new_text: Callable[[], RowText] | None = dataclasses.field(default=None, repr=False, compare=False)
 

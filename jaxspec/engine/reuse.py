@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.decoding import Caches, Request
 from jaxspec.engine import buckets, compiled
 from jaxspec.engine.compiled import Loop
+from jaxspec.engine.executables import Call
 from jaxspec.engine.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 from jaxspec.protocol import Drafter, Weights
 
@@ -49,11 +50,8 @@ class Reuse:
 
     def caches(self, found: Sequence[Prefix | None], request: Request) -> Caches:
         """Returns the caches from which a prefill continues, with a copy of the text found for each of its rows."""
-        batch, capacity = request.tokens.shape
-        (params, drafter, _), static = self._loop.empty_caches(self._params, self._drafter, batch, capacity)
-        caches: Caches = self._executables.call(
-            compiled.empty_caches, params, drafter, request.length, **static
-        )
+        function, (params, drafter, _), static = self.empty(request)
+        caches: Caches = self._executables.call(function, params, drafter, request.length, **static)
         for row, prefix in enumerate(found):
             if prefix is not None:
                 # Without the drafter's caches, only those of the target are copied.
@@ -64,6 +62,12 @@ class Reuse:
                 rows = self._executables.call(compiled.insert, *arguments, mesh=self._loop.mesh)
                 caches = rows if whole else dataclasses.replace(caches, cache=rows.cache)
         return caches
+
+    def empty(self, request: Request) -> Call:
+        """Returns the call that makes empty caches for the rows of a prefill."""
+        return compiled.empty_caches, *self._loop.empty_caches(
+            self._params, self._drafter, *request.tokens.shape
+        )
 
     def keep(self, row: int, tokens: np.ndarray, caches: Caches) -> None:
         """Keeps the caches of a row, which hold all `tokens` but the last, unless a kept text has nearly as many."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -106,7 +105,6 @@ class Row:
         self._text = new_text()
         self._first: Moment | None = None
         self._tokens: list[Token] = []
-        self._drafted: Counter[str] = Counter()
 
     def take(
         self,
@@ -118,15 +116,13 @@ class Row:
         """Converts one update to one piece; the last piece contains the result.
 
         `now`: the time; `gamma`: returns `Result.gamma`; `strategy`: the source of `Result.expected`,
-        `Result.choices` and `Result.drafted_by`.
+        `Result.prices` and `Result.drafted_by`.
         """
-        began, begins = self._began, self._first is None
+        began = self._began
         self._first = self._first or now
         gained, used, stopped = self._text.push([token.id for token in update.tokens], update.done)
         tokens = update.tokens[:used]
         self._tokens += tokens
-        if not begins and strategy.drafting is not None:  # the first token is the prefill's
-            self._drafted[strategy.drafting] += len(tokens)
         # Rounds that ran before the host found the stop string are not part of this text.
         counts = recount(self._tokens) if stopped else _counts(update.stats)
         width = len(update.stats.acceptance_histogram)
@@ -148,7 +144,6 @@ class Row:
             return Piece(update.index, gained, tokens, statistics, None, self._tokens, self._new_text)
         reason: FinishReason = "stop" if stopped else "error" if update.broken else self._reason()
         text = self._text.text if self._text.has_text else None
-        chosen = strategy.expected, strategy.chosen
         result = Result(
             text,
             self._tokens,
@@ -156,8 +151,9 @@ class Row:
             statistics,
             gamma(),
             self._lossy,
-            *chosen,
-            strategy.drafted_by(self._drafted),
+            strategy.expected,
+            strategy.prices,
+            strategy.drafted_by(update.row),
             self._new_text,
         )
         return Piece(update.index, gained, tokens, statistics, result, self._tokens, self._new_text)

@@ -18,7 +18,6 @@ from jaxspec.host import processes
 from jaxspec.host.arguments import whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
-from jaxspec.methods.auto import Auto
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import AnyMethod, LanguageModel
@@ -168,8 +167,6 @@ class Scheduler:
         lm = self._lm
         with needed():
             made, common = lm._read(method, None, options)
-            if isinstance(made, Auto) and made.choices is not None:
-                raise ValueError("choices belongs to the prompts of one call; use LanguageModel.generate")
             common = dataclasses.replace(common, max_batch=self._max_batch)
             requests, stops, single = lm._read_requests(prompt, messages, None, common)
             if not single:
@@ -185,6 +182,42 @@ class Scheduler:
         group.texts.begin(number, request, stops, group.texts.now())
         group.texts.session.add(number, request)
         return number
+
+    def warm_up(
+        self, max_tokens: int | None = None, *, method: AnyMethod | None = None, **options: Any
+    ) -> None:
+        """Compiles the programs of a method, so that no later request with it compiles any.
+
+        They serve all numbers of rows up to `max_batch`, and all options but those that have programs of their own, see
+        `LanguageModel.warm_up`.
+
+        Args:
+          max_tokens: the most tokens of a text, with its prompt. Default: the context.
+          method: as in `LanguageModel.generate`.
+          **options: as in `add`.
+
+        Raises:
+          ValueError, FileNotFoundError: as `add`.
+
+        Examples:
+          >>> from jaxspec.testing import language_model
+          >>> lm = language_model()
+          >>> scheduler = Scheduler(lm, max_batch=1)
+          >>> scheduler.warm_up(method="ngram")
+          >>> compiled = lm.executables.num_compilations
+          >>> number = scheduler.add("ab", max_new_tokens=6, method="ngram", temperature=0.5)
+          >>> while not scheduler.idle:
+          ...     events = scheduler.step()
+          >>> lm.executables.num_compilations - compiled
+          0
+        """
+        context = self._lm.config.context_length
+        longest = context if max_tokens is None else whole("max_tokens", max_tokens)
+        if not 2 <= longest <= context:
+            raise ValueError(f"max_tokens is {longest}; give a number from 2 to the context of {context}")
+        number = self.add([0], method=method, max_new_tokens=1, **options)
+        self._group_of[number].texts.session.warm_up(longest)
+        self.cancel(number)
 
     def cancel(self, id: int) -> None:
         """Ends a request without further events; its row is free before the next step. Ended requests are ignored."""

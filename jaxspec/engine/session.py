@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxspec import decoding
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts
 from jaxspec.engine import buckets, compiled, memory
 from jaxspec.engine.compiled import Loop
+from jaxspec.engine.executables import Call
 from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.prefix import Prefix, PrefixStore
 from jaxspec.engine.requests import RowRequest, drawn_apart, needs_sampling
@@ -169,7 +170,7 @@ class Session:
             rows = self._width(min(max_batch, len(requests)))
             # Refilled rows have a cache of their own until their prompts have been processed.
             rows += min(rows, len(requests) - rows)
-            capacity = buckets.capacity_for(longest + self._drafter.reach)
+            capacity = buckets.capacity_for(longest + self._drafter.reach, self._most)
             memory.check_cache_fits(self._row_bytes(capacity), rows, capacity, self._device)
 
     @property
@@ -177,18 +178,68 @@ class Session:
         """The number of token slots per row; 0 before the first step."""
         return self._state.capacity if self._state is not None else 0
 
-    def warm_up(self, longest: int) -> None:
-        """Prefills the first requests, and compiles what rows of up to `longest` tokens need."""
-        if self._reuse is not None:  # the texts are not real
-            self._reuse = Reuse(PrefixStore(0), self.loop, self._params, self._drafter)
-        self.step(1)
-        if not self.done:
-            self.step(1)  # method auto prepares the programs of its candidates between rounds
-        state = self._state
-        assert state is not None
-        while self.loop.mesh is None and buckets.must_grow(longest, self._drafter.reach, state.capacity):
-            state = self._prepare_next(state)
+    def warm_up(self, longest: int, continued: bool = False) -> None:
+        """Compiles all that rows of up to `longest` tokens need; nothing runs.
+
+        `continued`: also what a text needs that continues the only row, see `prefix`. On a mesh the programs depend on
+        how their arguments are placed. There the first requests run, and only what they need is compiled.
+        """
+        if self.loop.mesh is not None:
+            self.step(1)
+            return
+        for function, args, static in self._calls(longest, continued):
+            self._executables.prepare(function, *args, **static)
         self._executables.wait()
+
+    def _calls(self, longest: int, continued: bool) -> Iterator[Call]:
+        """Yields the calls for rows of up to `longest` tokens with shapes in place of states, the smallest first."""
+        shapes, mesh = self._executables.shapes, self.loop.mesh
+        example = dataclasses.replace(self.requests[0], prompt=self.requests[0].prompt[:1], start=0)
+        batches = [self._width(len(self.requests))]
+        if self._elastic:
+            batches = sorted({self._width(count) for count in range(1, self._max_batch + 1)})
+        capacity = self._start_capacity([example])
+        while True:
+            states: dict[Any, Any] = {}
+            for batch in batches:
+                parts = self._parts_of([example] * batch)
+                first, static = self._prefill_arguments([example] * batch, capacity, parts)
+                arguments: tuple[Any, ...] = first
+                if self._reuse is not None:
+                    function, its, fixed = self._reuse.empty(first[2])
+                    yield function, its, fixed
+                    arguments = (*first, shapes(function, *its, **fixed))
+                if batch == batches[0] or not self._alone:
+                    states[batch], _ = shapes(compiled.prefill, *arguments, **static)
+                    yield compiled.prefill, arguments, static
+                    if self._elastic and capacity > buckets.POLL_CHUNKS * static["chunk_size"]:
+                        number = jax.ShapeDtypeStruct((), jnp.int32)
+                        yield (start := _starts(arguments, static))
+                        fed = shapes(start[0], *start[1], **start[2])
+                        yield from (
+                            _feeds(arguments, static, fed, number, number),
+                            _ends(arguments, static, fed),
+                        )
+                else:
+                    states[batch] = shapes(compiled.resize, states[1], batch=batch, mesh=mesh)
+                yield compiled.run_rounds, *self._rounds_of(states[batch], parts)
+            for batch, state in states.items() if self._elastic else ():
+                for other in batches:
+                    if other != batch:
+                        yield compiled.resize, (state,), {"batch": other, "mesh": mesh}
+                    if other == 1 or (other <= batch and not self._alone):
+                        number = jax.ShapeDtypeStruct((), jnp.int32)
+                        yield compiled.insert, (state, number, states[other], number), {"mesh": mesh}
+            if continued:
+                state = states[batches[0]]
+                states["caches"] = jax.eval_shape(self.strategy.caches, state)
+                later, _ = self._prefill_arguments([dataclasses.replace(example, start=1)], capacity, parts)
+                yield compiled.prefill, (*later, states["caches"]), static
+            if not buckets.must_grow(longest, self._drafter.reach, capacity):
+                return
+            capacity = self._larger(capacity)
+            for state in states.values():
+                yield compiled.grow, (state,), {"capacity": capacity, "mesh": mesh}
 
     def halt(self, index: int) -> None:
         """Ends a request before the next step, such as after a stop string; its row is free then."""
@@ -244,7 +295,8 @@ class Session:
         drafter with its own cache fills that cache in one call after the last chunk.
         """
         if self._state is None:
-            return self._begin(self._first())
+            begun = self._begin(self._first())
+            return begun + (self._refill(max_rounds) if self._joins else [])
         self._narrow()
         updates = self._refill(max_rounds) or self._feed()
         if updates or all(held is None for held in self._rows):
@@ -271,8 +323,8 @@ class Session:
             rows = [self._next([]) for _ in range(count)]
             return rows + [None] * (self._width(count) - count)
         asked = [held.request for held in list(self._waiting)[:count]]
-        capacity = buckets.start_capacity(asked, self._drafter.reach)
-        count = min(count, self._affordable(self._width(count), 1, capacity))
+        capacity = self._start_capacity(asked)
+        count = 1 if self._alone else min(count, self._affordable(self._width(count), 1, capacity))
         # Long prompts wait for the next step, which feeds them in chunks.
         first: list[_Held | None] = []
         long: list[_Held] = []
@@ -303,15 +355,17 @@ class Session:
         arguments += self._caches([None if held is None else held.index for held in first], arguments[2])
         if (
             self.loop.mesh is None
+            and not self._joins
             and any(request.max_new_tokens > 1 for request in requests)
             and not self._executables.ready(self._executables.key(compiled.prefill, *arguments, **static))
+            and not self.strategy.can_await
         ):
             # The loop is made ready in the background during the prefill.
             state, _ = self._executables.shapes(compiled.prefill, *arguments, **static)
             self._prepare_rounds(state)
         self._state, emitted = self.strategy.begin(*arguments, **static)
         updates = self._updates(emitted, list(enumerate(range(len(first)))), begins=True)
-        if any(row is not None for row in self._rows):
+        if any(row is not None for row in self._rows) and not self.strategy.awaits and not self._joins:
             # The loop is compiled before the first token is returned, so that the text continues without a pause.
             rounds, static = self.loop.rounds(self._params, self._parts, self._state, 0, self._halt)
             self._executables.compiled(compiled.run_rounds, *rounds, **static)
@@ -319,7 +373,7 @@ class Session:
 
     def _first_arguments(self, requests: list[RowRequest]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the first prefill, traced and static."""
-        needed = buckets.start_capacity(requests, self._drafter.reach)
+        needed = self._start_capacity(requests)
         used_up = [prefix.caches.cache.capacity for prefix in self._found.values() if not prefix.kept]
         return self._prefill_arguments(requests, max([needed, *used_up]), self._parts)
 
@@ -359,15 +413,7 @@ class Session:
             (long if self._is_long(held) else short)[row] = held
         for rows in self._together(long):
             arguments, static = self._refill_arguments(rows)
-            names = ("config", "merged", "mesh")
-            fed = self._executables.call(
-                compiled.start_prefill,
-                arguments[0],
-                arguments[2],
-                decoding.aux_drafter_of(arguments[1]),
-                *arguments[3:],
-                **{name: static[name] for name in names},
-            )
+            fed = self._call(_starts(arguments, static))
             longest = max(held.request.num_fed for held in rows.values() if held is not None)
             refill = _Refill(rows, arguments[:3], static, fed, -(-longest // static["chunk_size"]))
             self._refills.append(refill)
@@ -382,7 +428,7 @@ class Session:
 
         On a CPU, where every position costs time, each has its own call, so that no prompt is padded to another.
         """
-        if self.loop.platform == "cpu" and self.loop.mesh is None:
+        if self._alone:
             return [{row: held} for row, held in rows.items()]
         return [rows] if rows else []
 
@@ -408,7 +454,7 @@ class Session:
                 return
             alone = dataclasses.replace(requests[0], prompt=tuple(tokens), max_new_tokens=1)
             alone = self._continued(_Held(-1, alone)).request
-            capacity = buckets.start_capacity([alone], self._drafter.reach)
+            capacity = self._start_capacity([alone])
             arguments, static = self._prefill_arguments([alone], capacity, self._parts_of([alone]))
             kept = self._caches([-1], arguments[2])
             state, _ = self._executables.call(compiled.prefill, *arguments, *kept, **static)
@@ -442,24 +488,18 @@ class Session:
         if not self._refills:
             return []
         refill = self._refills[0]
-        params, parts, request, *_ = refill.arguments
-        shared = {name: refill.static[name] for name in ("config", "chunk_size", "mesh")}
         first = refill.next_chunk
         refill.next_chunk = min(first + buckets.POLL_CHUNKS, refill.num_chunks)
         numbers = self.loop.put((np.int32(first), np.int32(refill.next_chunk)))
-        aux_drafter = decoding.aux_drafter_of(parts)
-        refill.fed = self._executables.call(
-            compiled.feed, params, request, refill.fed, *numbers, aux_drafter, **shared
-        )
+        refill.fed = self._call(_feeds(refill.arguments, refill.static, refill.fed, *numbers))
         if refill.next_chunk < refill.num_chunks:
             return []
         self._refills.popleft()
-        fed = dataclasses.replace(refill.fed, cache=None, absorbed=None)
-        arguments = (params, parts, request, fed, refill.fed.cache, refill.fed.absorbed)
-        return self._insert(
-            refill.rows,
-            *self._executables.call(compiled.end_prefill, *arguments, **shared),
-        )
+        return self._insert(refill.rows, *self._call(_ends(refill.arguments, refill.static, refill.fed)))
+
+    def _call(self, call: Call) -> Any:
+        function, arguments, static = call
+        return self._executables.call(function, *arguments, **static)
 
     def _refill_arguments(self, rows: dict[int, _Held | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `compiled.prefill` for requests that refill rows; the batch grows if necessary.
@@ -467,7 +507,7 @@ class Session:
         The number of requests is padded with prompts of one token, to limit the number of programs.
         """
         requests = [held.request for held in rows.values() if held is not None]
-        needed = buckets.start_capacity(requests, self._drafter.reach)
+        needed = self._start_capacity(requests)
         if needed > self.capacity:
             self._grow(needed)
         count = buckets.rows_for(len(requests), len(self._rows))
@@ -479,10 +519,7 @@ class Session:
 
     def _insert(self, rows: dict[int, _Held | None], others: DecodeState, emitted: Emitted) -> list[Update]:
         """Inserts the first rows of the prefilled state `others` into the batch, at the rows given."""
-        if others.capacity < self.capacity:  # the batch has grown since the prefill began
-            others = self._executables.call(
-                compiled.grow, others, capacity=self.capacity, mesh=self.loop.mesh
-            )
+        others = self._grown(others, self.capacity)  # if the batch has grown since the prefill began
         for which, (row, held) in enumerate(rows.items()):
             if held is None:
                 continue
@@ -518,6 +555,31 @@ class Session:
 
     def _row_bytes(self, capacity: int) -> int:
         return self.loop.row_bytes(self._params, self._drafter, capacity)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether each prompt that joins a batch has its own prefill call, see `_together`."""
+        return self.loop.platform == "cpu" and self.loop.mesh is None
+
+    @property
+    def _joins(self) -> bool:
+        """Whether waiting requests join a batch that begins with one of them, each with its own prefill call."""
+        return self._elastic and self._alone and len(self._waiting) > 0
+
+    @property
+    def _most(self) -> int:
+        """The slots that the longest text needs."""
+        most: int = self.loop.config.context_length + self._drafter.reach
+        return most
+
+    def _start_capacity(self, requests: Sequence[RowRequest]) -> int:
+        """Returns the initial capacity of a batch, for its prompts and a round."""
+        longest = max(len(request.prompt) for request in requests)
+        return buckets.capacity_for(longest + 1 + self._drafter.reach, self._most)
+
+    def _larger(self, capacity: int) -> int:
+        """Returns the next capacity."""
+        return buckets.capacity_for(capacity + 1, max(self._most, capacity + 1))
 
     @property
     def _device(self) -> jax.Device:
@@ -564,8 +626,12 @@ class Session:
         assert self._state is not None
         longest, reach = int(self._lengths.max()), self._drafter.reach
         if buckets.must_grow(longest, reach, self.capacity):
-            self._grow(buckets.capacity_for(self.capacity + 1))
-        elif self.loop.mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
+            self._grow(self.capacity + 1)
+        elif (
+            self.loop.mesh is None
+            and not self.strategy.awaits
+            and buckets.may_grow(longest, self._unfinished(), reach, self.capacity)
+        ):
             self._prepare_next(self._state)
         limits = [
             len(held.request.prompt) + held.request.max_new_tokens if held else 0 for held in self._rows
@@ -603,11 +669,16 @@ class Session:
         static = self.loop.prefill_static(capacity)
         return (self._params, parts, decoding.Request(**self.loop.put(arrays))), static
 
-    def _grow(self, capacity: int) -> None:
-        self._state = self._executables.call(
-            compiled.grow, self._state, capacity=capacity, mesh=self.loop.mesh
-        )
+    def _grow(self, needed: int) -> None:
+        """Grows the batch by whole steps, for which there are programs, until it has the capacity that is needed."""
+        self._state = self._grown(self._state, needed)
         self.strategy.changed()
+
+    def _grown(self, state: Any, needed: int) -> Any:
+        while (capacity := state.capacity) < needed:
+            larger = self._larger(capacity)
+            state = self._executables.call(compiled.grow, state, capacity=larger, mesh=self.loop.mesh)
+        return state
 
     def _unfinished(self) -> list[RowRequest]:
         return [
@@ -618,7 +689,7 @@ class Session:
 
     def _prepare_next(self, state: DecodeState) -> DecodeState:
         """Compiles the programs for the next capacity in the background; returns the shapes of that state."""
-        capacity = buckets.capacity_for(state.capacity + 1)
+        capacity = self._larger(state.capacity)
         larger: DecodeState = jax.eval_shape(functools.partial(decoding.grow, capacity=capacity), state)
         self._executables.prepare(compiled.grow, state, capacity=capacity, mesh=None)
         self._prepare_rounds(larger)
@@ -674,6 +745,29 @@ class Session:
             if done:
                 self._rows[row] = None
         return updates
+
+
+def _starts(arguments: tuple[Any, ...], static: dict[str, Any]) -> Call:
+    """Returns the call that begins to feed prompts in chunks; the arguments are those of `compiled.prefill`."""
+    params, parts, request, *caches = arguments
+    its = {name: static[name] for name in ("config", "merged", "mesh")}
+    return compiled.start_prefill, (params, request, decoding.aux_drafter_of(parts), *caches), its
+
+
+def _feeds(
+    arguments: tuple[Any, ...], static: dict[str, Any], fed: Prefilling, first: Any, stop: Any
+) -> Call:
+    """Returns the call that feeds the chunks from `first` to before `stop`."""
+    params, parts, request = arguments[:3]
+    its = {name: static[name] for name in ("config", "chunk_size", "mesh")}
+    return compiled.feed, (params, request, fed, first, stop, decoding.aux_drafter_of(parts)), its
+
+
+def _ends(arguments: tuple[Any, ...], static: dict[str, Any], fed: Prefilling) -> Call:
+    """Returns the call after the last chunk."""
+    its = {name: static[name] for name in ("config", "chunk_size", "mesh")}
+    rest = dataclasses.replace(fed, cache=None, absorbed=None)
+    return compiled.end_prefill, (*arguments[:3], rest, fed.cache, fed.absorbed), its
 
 
 def _tokens_of(host: Emitted, row: int, reported: bool) -> list[Token]:

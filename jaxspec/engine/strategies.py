@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.engine import compiled
 from jaxspec.engine.compiled import Loop
-from jaxspec.engine.results import Chosen, Expected, Token
+from jaxspec.engine.results import Expected, Token
 from jaxspec.host import processes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter, Weights
@@ -48,25 +48,13 @@ class Strategy(abc.ABC):
       name: the name of the method, for reports.
       drafter: the drafter, on the devices of the loop.
       mixes_rows: whether drafts of a row depend on the other rows, which must then have different randomness.
-      recorded: whether choices are written to a file or repeated from one. The host then polls equally often whether
-        or not a text is streamed, because waiting requests get their rows at a poll.
     """
 
     name: str = ""
     mixes_rows: bool = False
-    recorded: bool = False
 
     def __init__(self, loop: Loop, drafter: Drafter) -> None:
         self._loop, self.drafter = loop, loop.put(drafter)
-
-    @property
-    def drafting(self) -> str | None:
-        """The method that drafted in the last call of `rounds`; None if it is always the same, or none drafted."""
-        return None
-
-    def drafted_by(self, tokens: Mapping[str, int]) -> str:
-        """Returns `Result.drafted_by` of a text; `tokens`: its tokens from the calls of each `drafting`."""
-        return self.name
 
     @property
     def expected(self) -> tuple[Expected, ...]:
@@ -74,9 +62,23 @@ class Strategy(abc.ABC):
         return ()
 
     @property
-    def chosen(self) -> tuple[Chosen, ...]:
-        """The choices so far, see `Result.choices`."""
-        return ()
+    def prices(self) -> dict[str, Any] | None:
+        """The prices of the choice, see `Result.prices`."""
+        return None
+
+    @property
+    def can_await(self) -> bool:
+        """Whether `awaits` may become true."""
+        return False
+
+    @property
+    def awaits(self) -> bool:
+        """Whether another drafter drafts until the programs of `drafter` are compiled, see `Awaited`."""
+        return False
+
+    def drafted_by(self, row: int) -> str:
+        """Returns `Result.drafted_by` of the text in a row."""
+        return self.name
 
     def begin(
         self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any

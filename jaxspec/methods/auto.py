@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
@@ -15,30 +16,32 @@ from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.choosing.beliefs import Expectation
+    from jaxspec.choosing.costs import DraftCost
     from jaxspec.protocol import Drafter
 
 # The longest draft: longer ones are rarely accepted whole, and each verification is compiled for this length.
 _USUAL = 10
 # The most candidates: each is built, and has a price in each choice.
 _MOST = 32
+# The expected acceptance of a lookup's first and further tokens, and of a model's tokens, if none was measured.
+_LOOKUP, _UNKNOWN = (0.5, 0.75), (0.5,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto(DraftingMethod):
-    """Chooses the drafting method and the draft length at run time: the fastest expected, or plain decoding.
+    """Chooses the drafting method and the draft length in each round: the fastest expected, or plain decoding.
 
-    A text begins with the best candidate whose acceptance has been measured, otherwise with plain decoding. Between
-    calls of the compiled loop the choice is made again, from the acceptances seen so far and the costs of steps.
-    `jaxspec profile --costs` measures these costs; otherwise they are guessed. Observed times correct both. Programs
-    are loaded or compiled in the background where they are expected to pay. What a process learns is kept in the user's
-    cache directory for the next one. On a mesh texts are decoded plainly.
+    The choice is made inside the compiled loop, from the drafts accepted so far in each text, and from prices and
+    expected acceptances that do not change within a process. `jaxspec profile --costs` measures the costs of steps;
+    otherwise they are estimated from sizes. Acceptances come from `jaxspec tune --method auto` and from earlier texts,
+    which are kept in the user's cache directory. Rejected drafts cost a text at most a small share of its time.
 
     Attributes:
       among: methods to choose among, beside plain decoding; their options are given beside this one. Default: ngram,
         suffix, early exits that the model was trained for, and heads that are beside it or come with jaxspec.
-      choices: a file of choices. If it exists, its choices are repeated, so that a seed gives the same text with any
-        acceptor; otherwise the choices are written to it.
-      explain: report expectations and choices, see `Result.choices`; the command line writes them to standard error
+      prices: a file of prices and expected acceptances. If it exists, it is used, so that a seed gives the same text
+        with any acceptor; otherwise those of this process are written to it.
+      explain: report candidates and prices, see `Result.expected`; the command line writes them to standard error
         after the text.
 
     Examples:
@@ -52,7 +55,7 @@ class Auto(DraftingMethod):
     compared: ClassVar[bool] = False
 
     among: tuple[str | Method, ...] = option((), metavar="METHOD")
-    choices: FilePath | None = option(None, metavar="FILE")
+    prices: FilePath | None = option(None, metavar="FILE")
     explain: bool = False
 
     def __post_init__(self) -> None:
@@ -60,8 +63,10 @@ class Auto(DraftingMethod):
         if len(self.among) > _MOST:
             raise ValueError(f"among names {len(self.among)} methods; give at most {_MOST}")
         for kind in map(_kind, self.among):
-            if not kind.options() or issubclass(kind, Auto):
-                raise ValueError(f"among names {kind.name!r}; give methods that draft")
+            if not kind.options() or kind.composite:
+                raise ValueError(
+                    f"among names {kind.name!r}; give methods that draft, and do not choose themselves"
+                )
         object.__setattr__(
             self, "among", tuple(_kind(one)() if isinstance(one, str) else one for one in self.among)
         )
@@ -105,10 +110,49 @@ class Auto(DraftingMethod):
         return cast("tuple[Method, ...]", self.among)
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
-        """Makes plain decoding, whose counts have space for the drafts of all candidates."""
-        from jaxspec.drafting.autoregressive_drafter import Autoregressive as Drafting
+        """Makes the drafter of the candidates, whose parameters are a tuple; plain decoding if there are none."""
+        return self.built(self.candidates(target, resources), target, resources)
 
-        return Drafting(self.length(_USUAL)), None
+    def built(
+        self, candidates: Sequence[Candidate], target: LoadedModel, resources: Resources
+    ) -> tuple[Drafter, Any]:
+        """Makes the drafter of candidates, see `build`.
+
+        Raises:
+          ValueError, FileNotFoundError: the file of prices cannot be used; one line.
+        """
+        import jax.numpy as jnp
+
+        from jaxspec.choosing.beliefs import informed
+        from jaxspec.choosing.costs import guessed, guessed_row
+        from jaxspec.choosing.prices import measured_prices
+        from jaxspec.drafting.autoregressive_drafter import Autoregressive
+        from jaxspec.drafting.choosing_drafter import Choosing, widths_of
+        from jaxspec.io.methods import price_file
+
+        if not candidates:
+            return Autoregressive(self.length(_USUAL)), None
+        drafters, names = tuple(one.drafter for one in candidates), tuple(one.name for one in candidates)
+        widths, longest = widths_of(drafters), max(one.num_draft_tokens for one in drafters)
+        if self.prices is not None and os.path.exists(self.prices):
+            prices = price_file.read_prices(self.prices, target.fingerprint, names, widths, longest)
+        else:
+            costs = resources.costs or guessed(target.config.num_layers, guessed_row(resources.platform))
+            expected, accept = self._measured(target, resources), []
+            for one in candidates:
+                known: Sequence[float] = _LOOKUP
+                if not one.cost.copies:
+                    found = expected.get(one.name, one.expected)
+                    known = _UNKNOWN if found is None else found.accept
+                accept.append(informed(known, resources.seen.get(one.name)))
+            trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
+            given = costs, _works(candidates), trees, widths, longest, accept
+            prices = measured_prices(*given, one_width=resources.platform != "cpu")
+        if self.prices is not None and not os.path.exists(self.prices):
+            content = price_file.as_json(prices, names, widths)
+            price_file.write_prices(self.prices, target.fingerprint, content)
+        drafter = Choosing(target.config, drafters, prices, jnp.float32(Choosing.memory))
+        return drafter, tuple(one.params for one in candidates)
 
     def candidates(self, target: LoadedModel, resources: Resources) -> tuple[Candidate, ...]:
         """Makes the candidates; one without a K of its own gets this method's.
@@ -130,7 +174,7 @@ class Auto(DraftingMethod):
                 warnings.warn(f"auto leaves out {method.name}: {error}", RuntimeWarning, stacklevel=2)
                 continue
             made.append(dataclasses.replace(candidate, offered=_of_any_length(method) in own))
-        # Estimates and files of choices distinguish candidates by name.
+        # Files distinguish candidates by name.
         before: Counter[str] = Counter()
         for at, one in enumerate(made):
             before[one.name] += 1
@@ -155,10 +199,20 @@ class Auto(DraftingMethod):
         own = found(None, target, resources, acceptance_file.NAME)
         return expected | (acceptance_file.read_acceptance(own, target.fingerprint) if own else {})
 
+    def _measured(self, target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
+        """Returns the result of `expected`; {} with a warning if a file is damaged."""
+        try:
+            return self.expected(target, resources)
+        except (ValueError, OSError) as error:
+            # A warning and no error, because the user did not name the file: it is found in the model's directory.
+            warnings.warn(f"auto has no measured acceptances: {error}", RuntimeWarning, stacklevel=2)
+            return {}
+
     def _candidate(self, method: Method, target: LoadedModel, resources: Resources) -> Candidate:
         longest = self.length(_USUAL)
         method = method.limited(longest)
         drafter, params = method.build(target, resources)
+        drafter = drafter.taking_turns()
         cost = method.cost(target, drafter, params)
         if cost is None:
             raise ValueError(
@@ -172,10 +226,17 @@ class Auto(DraftingMethod):
         detail = getattr(drafter, "exit_layer", None)
         if drafter.drafts_trees:
             detail = f"{drafter.num_nodes}x{needed}"
-            # A shallower tree would be verified in as many rows, so its depth is no choice.
-            cost = dataclasses.replace(cost, adapts=True)
         name = method.name if detail is None else f"{method.name} {detail}"
         return Candidate(name, drafter, params, cost, method.expectation(target, resources))
+
+
+def _works(candidates: Sequence[Candidate]) -> list[DraftCost]:
+    """Returns the work of drafts in the common loop, whose verification saves layers only after the same exit."""
+    exits = {one.cost.shared for one in candidates if one.cost.shared}
+    read = [layer for one in candidates for layer in one.drafter.aux_layers if isinstance(layer, int)]
+    if len(exits) == 1 and min(read, default=max(exits)) >= max(exits):
+        return [one.cost for one in candidates]
+    return [dataclasses.replace(one.cost, shared=0.0) for one in candidates]
 
 
 def _of_any_length(method: Method) -> Method:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -13,13 +11,10 @@ from jaxspec.methods.base import Method, option, share_of_step
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.beliefs import Expectation
     from jaxspec.choosing.costs import DraftCost
     from jaxspec.drafting.choosing_drafter import Choosing
     from jaxspec.protocol import Drafter
 
-# Longer than any draft that gives a speed-up.
-_LONG = 16
 # The cost of a draft token, in steps of the target, if its method declares none.
 _UNKNOWN = 0.5
 # The expected acceptance of a lookup's first and further tokens, and of a draft token of a method without a record.
@@ -91,8 +86,8 @@ class Hybrid(Method):
         """Makes the drafter of both methods; its parameters are a tuple of theirs."""
         import jax.numpy as jnp
 
-        from jaxspec.choosing import loop_prices
         from jaxspec.choosing.costs import guessed_row
+        from jaxspec.choosing.prices import simple_prices
         from jaxspec.drafting.choosing_drafter import Choosing, widths_of
         from jaxspec.drafting.lookup import LookupDrafter
 
@@ -115,34 +110,10 @@ class Hybrid(Method):
         known = parts["second"].expectation(target, resources)
         accept = _LOOKUP, (_ACCEPT,) if known is None else known.accept
         widths, longest = widths_of((first, second)), max(first.num_draft_tokens, second.num_draft_tokens)
-        prices = loop_prices.simple(widths, longest, costs, row, accept)
+        prices = simple_prices(widths, longest, costs, row, accept)
         # Each row chooses for itself, so that a sampled text does not depend on the other rows.
         memory = jnp.float32(Choosing.memory)
         return Choosing(target.config, (first, second), prices, memory, joint=False), (None, own)
-
-    @classmethod
-    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns prompt lookup with a head of the model; of several heads the one with the highest rank."""
-        kinds = [kind for kind in registry.available()[0].values() if kind.head_rank]
-        heads = [one for kind in kinds for one in kind.offered(target, resources)]
-        best = max(heads, key=lambda head: head.head_rank, default=None)
-        return () if best is None else (cls(first="ngram", second=best),)
-
-    def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
-        """Returns the second method's, up to its best draft length; copied drafts are only known in the rounds."""
-        known = self._parts()["second"].expectation(target, resources)
-        if known is None:
-            return None
-        drafter = cast("Choosing", self.build(target, resources)[0])
-        prices = drafter.prices
-        row = (prices.verify[0, -1, 0] - 1) / (drafter.verify_widths[-1] - 1)
-        cost = float(row + prices.draft[0, 1, 1, 0])
-        accept = (*known.accept, *known.accept[-1:] * _LONG)
-        tokens = list(itertools.accumulate(itertools.accumulate(accept, operator.mul), initial=1.0))
-        longest = max(range(1, len(tokens)), key=lambda length: tokens[length] / (1 + cost * length))
-        if drafter.drafts_trees:  # always as deep as it is
-            longest = min(drafter.num_draft_tokens, len(accept))
-        return dataclasses.replace(known, accept=(*accept[:longest], 0.0), draft=(*[1.0] * longest, 0.0))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
         """Returns the second method's cost with a lookup per round; copied drafts lower the measured times."""

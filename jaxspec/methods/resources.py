@@ -18,6 +18,7 @@ from jaxspec.io.trained_for import TrainedFor
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxspec.choosing.costs import StepCosts
     from jaxspec.model.config import LlamaConfig
     from jaxspec.model.head import HeadConfig
     from jaxspec.model.llama import Params
@@ -251,6 +252,8 @@ class Resources:
       platform: platform of the target: cpu, gpu or tpu.
       load_head: (directory or hub id of a head, target) → the head, checked to fit.
       quantise: (model, 8 or 4 bits) → a copy with quantised weights, checked to fit.
+      costs: the measured costs of steps, for `auto`; None if there are none.
+      seen: accepted and rejected draft tokens by position in earlier texts, float[K, 2], by candidate of `auto`.
       first_accepted: (directory of a head, its drafter, its parameters, N) → the share of drafts of which the target
         accepts more than N tokens in a short text, or None if it cannot be measured. None: heads are not measured.
 
@@ -268,3 +271,5 @@ class Resources:
     load_head: Callable[[FilePath, LoadedModel], LoadedHead] = no_heads
     quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
     first_accepted: Callable[[FilePath, Drafter, Params, int], float | None] | None = None
+    costs: StepCosts | None = None
+    seen: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -56,6 +56,8 @@ class LlamaConfig:
         heads, so that a mesh can use more than KV devices (`model.sharding`). Not stored in files.
       exact: whether the numbers of a row do not depend, to the last bit, on the other rows of a pass, their number, the
         capacity of the cache or the slots of a tree, on a CPU. Not stored in files.
+      max_model_len: the maximum number of tokens of prompt and output together, if it is less than the model's context.
+        Not stored in files.
     """
 
     vocab_size: int
@@ -80,6 +82,7 @@ class LlamaConfig:
     model_type: str = "llama"
     kv_copies: int = 1
     exact: bool = False
+    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -110,16 +113,16 @@ class LlamaConfig:
 
     @property
     def plain(self) -> LlamaConfig:
-        """The same configuration with one copy of each key/value head, not `exact`."""
-        return dataclasses.replace(self, kv_copies=1, exact=False)
+        """The same configuration with one copy of each key/value head, not `exact`, with the whole context."""
+        return dataclasses.replace(self, kv_copies=1, exact=False, max_model_len=None)
 
     @property
     def context_length(self) -> int:
         """The maximum number of tokens of prompt and output together."""
-        scaling = self.rope_scaling
+        scaling, length = self.rope_scaling, self.max_position_embeddings
         if scaling is not None and scaling.kind in ("linear", "dynamic"):
-            return int(self.max_position_embeddings * scaling.factor)
-        return self.max_position_embeddings
+            length = int(length * scaling.factor)
+        return length if self.max_model_len is None else min(length, self.max_model_len)
 
     def window(self, layer: int) -> int | None:
         """Returns the attention window of `layer` in positions; None for all."""

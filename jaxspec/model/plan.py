@@ -67,4 +67,5 @@ class LayerPlan:
 
     def traced(self) -> jax.Array:
         """Returns the plan as an array, bool[L, 2]."""
-        return jnp.asarray(self.run, bool)
+        with jax.ensure_compile_time_eval():  # known where a drafter is built from shapes, too
+            return jnp.asarray(self.run, bool)

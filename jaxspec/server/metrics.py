@@ -115,7 +115,8 @@ def metrics_of(job: Job) -> dict[str, Any] | None:
     """Returns the `metrics` of the response to a job that has ended, as vLLM; None for more than one text.
 
     `speculative_decoding` is None for a text without draft tokens. Its `mean_acceptance_length` is vLLM's: 1 + accepted
-    tokens ÷ rounds with draft tokens. `tokens_per_round` beside it counts all rounds.
+    tokens ÷ rounds with draft tokens. `tokens_per_round` beside it counts all rounds. `compile_time_ms` is the time
+    for which the text waited for programs.
     """
     if len(job.timings) != 1:
         return None
@@ -123,6 +124,7 @@ def metrics_of(job: Job) -> dict[str, Any] | None:
     result = timing.result
     assert result is not None
     return _times(job, timing, result.statistics) | {
+        "compile_time_ms": result.statistics.compile_ms,
         "tokens_per_round": result.statistics.mean_acceptance_length,
         "method": result.drafted_by,
         "lossy": result.lossy,

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -93,22 +94,25 @@ def serve(
       limits: see `Limits`.
       method, api_key, allowed: see `app.Settings`.
       address: the address of the API, for `report`.
-      report: called with a line when connections are accepted, when the first programs are compiled, and at the signal.
+      report: called with a line when connections are accepted, when all programs are compiled, and at the signal.
 
     Returns:
       The number of the signal.
     """
     metrics = Metrics(lm.name)
-    make = functools.partial(warm_scheduler, lm, limits.max_batch, method)
+    began, make = time.monotonic(), functools.partial(warm_scheduler, lm, limits.max_batch, method)
     engine = EngineThread(
         make,
         limits.max_batch + limits.max_queue,
         metrics,
         functools.partial(scores_of, lm),
-        lambda: report(f"ready at {address}; Ctrl-C ends the server"),
+        lambda: report(
+            f"ready at {address} after {time.monotonic() - began:.0f} s ({lm.executables.num_compilations} programs "
+            "compiled); Ctrl-C ends the server"
+        ),
     )
     app = Api(lm, engine, metrics, Settings(method, api_key, limits.request_timeout_s, allowed)).app()
-    begins = f"{lm.name} is at {address}; requests wait while the first programs are compiled"
+    begins = f"{lm.name} is at {address}; requests wait while the programs are compiled"
     config = configuration(app, limits.shutdown_timeout_s)
     server = Server(config, engine, limits.shutdown_timeout_s, begins, report)
     server.run(sockets=[bound])
@@ -135,11 +139,9 @@ def configuration(app: ASGIApp, shutdown_timeout_s: float) -> uvicorn.Config:
 
 
 def warm_scheduler(lm: LanguageModel, max_batch: int, method: Method) -> Scheduler:
-    """Returns a scheduler after a short greedy text, whose programs are then compiled."""
+    """Returns a scheduler whose programs for a method are compiled."""
     scheduler = Scheduler(lm, max_batch=max_batch)
-    scheduler.add([0], max_new_tokens=2, method=method, ignore_eos=True)
-    while not scheduler.idle:
-        scheduler.step()
+    scheduler.warm_up(method=method)
     return scheduler
 
 

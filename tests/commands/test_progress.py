@@ -170,9 +170,9 @@ def test_a_comparison_names_what_compiles(monkeypatch):
     lm, told, later = tiny.language_model(), [], []
     real = Executables.later
 
-    def record(self, describe, then=lambda: None, loads=False, what="programs"):
+    def record(self, describe, what="programs"):
         later.append(what)
-        real(self, describe, then, loads, what)
+        real(self, describe, what)
 
     monkeypatch.setattr(Executables, "later", record)
     run = {"auto": methods.Auto(among=("ngram",)), "suffix": methods.Suffix()}
@@ -183,7 +183,7 @@ def test_a_comparison_names_what_compiles(monkeypatch):
         "compiling suffix, 3 of 3",
         "finishing the warm-up",
     ]
-    assert set(later) == {"the programs of ngram, a candidate of auto"}
+    assert set(later) == {"the program of auto, once for this model"}
 
 
 def test_a_wait_names_what_compiles_in_the_background(shown):

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 from jaxspec.choosing.beliefs import Expectation
-from jaxspec.choosing.costs import DraftCost, StepCosts
-from jaxspec.choosing.policy import Policy, Times
+from jaxspec.choosing.costs import DraftCost
 from jaxspec.cli import main
 from jaxspec.io.methods.acceptance_file import NAME, read_acceptance, write_acceptance
-from jaxspec.methods import Auto, Hybrid, LayerSkip, NGram, Resources
+from jaxspec.methods import Auto, LayerSkip, NGram, Resources
+from jaxspec.methods.base import Candidate
 from jaxspec.tuning.acceptance_counts import fitted, measure_acceptance
 from tests import tiny
 from tests.commands import write_tiny
-from tests.forced import tiny_candidate
 
 GOOD = {"accept": [0.9, 0.8], "strength": 9.0, "draft": [1.0, 0.5]}
+
+
+def tiny_candidate(name):
+    drafter, params = tiny.drafter_of(name, "constant", tiny.engine_config())
+    return Candidate(name, drafter, params, DraftCost(layers=1, absorb_layers=1))
 
 
 @pytest.mark.full
@@ -67,11 +70,12 @@ def test_the_command_writes_what_auto_begins_with(tmp_path_factory, tmp_path, ca
     assert [row["candidate"] for row in report["results"]] == ["ngram", "suffix"]
     generate = ["generate", "--method", "auto", "--explain", "--json", "--model", str(model), "ab"]
     content = json.loads((model / NAME).read_text(encoding="utf-8"))
-    content["candidates"]["ngram"] = GOOD
+    content["candidates"] |= {"ngram": GOOD}
     (model / NAME).write_text(json.dumps(content), encoding="utf-8")
     assert main([*generate, "--max-new-tokens", "4"]) == 0
-    expected = {one["name"]: one for one in json.loads(capfd.readouterr().out)["expected"]}
-    assert expected["ngram"]["acceptance"] == pytest.approx(0.9, abs=0.01)
+    report = json.loads(capfd.readouterr().out)
+    assert {one["name"] for one in report["expected"]} == {"ngram", "suffix"}
+    assert report["prices"]["candidates"] == ["ngram", "suffix"]
     content["candidates"]["ngram"] = {}
     (model / NAME).write_text(json.dumps(content), encoding="utf-8")
     assert main([*generate, "--max-new-tokens", "4"]) == 0
@@ -125,63 +129,21 @@ def test_a_damaged_file_is_one_line(tmp_path, changes, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("accept", "chosen"), [(0.2, {"off"}), (0.9, {"off", "head"})])
-def test_what_is_known_is_chosen_by(accept, chosen):
-    """A draft token costs half a step, and the estimates never change."""
-    costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, 9.0)), 1, 4.5, 0.0)
-    known = Expectation((accept,), 1e6)
-    one = Policy(["head"], [DraftCost(layers=1)], [4], costs, 1, expectations=[known])
-    names = set()
-    for _ in range(10):
-        (candidate, *_), _ = one.next(np.array([9]), np.array([500]), 64, None, lambda at: True)
-        names.add(one.names[candidate])
-        one._left = 0
-    assert names == chosen
-
-
-def test_what_is_known_to_pay_begins_once_times_are_known():
-    costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, 9.0)), 1, 4.5, 0.0)
-    head = Expectation((0.9,), 20.0)
-    times, firsts = Times(), []
-    for expected in (head, head, None):
-        one = Policy(["head"], [DraftCost(layers=1)], [4], costs, 1, times=times, expectations=[expected])
-        begun, _ = one.begin(np.array([9]), np.array([500]), lambda at: True)
-        (candidate, _, rounds), _ = one.next(
-            np.array([9]), np.array([500]), 64, begun or None, lambda at: True
-        )
-        assert candidate == begun
-        one.learn((candidate, 1), [[(0, 0)] * rounds], [[0] * rounds], np.array([9]), 9.0 * rounds, True)
-        firsts.append(one.names[candidate])
-    assert firsts == ["off", "head", "off"]
-
-
-def test_a_slow_moment_rules_no_candidate_out():
-    """One round takes three times as long as plain decoding; only repeated observations change the estimate."""
-    costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 9.0), (11, 1, 9.0)), 1, 4.5, 0.0)
-    one = Policy(["head"], [DraftCost(layers=1)], [4], costs, 1, times=Times())
-    one._observe(0, 1.2)
-    one._observe(1, 3.6)
-    assert one._ratio(1) == pytest.approx(1.2 * 1.5**0.3)
-    for _ in range(20):
-        one._observe(1, 3.6)
-    assert one._ratio(1) == pytest.approx(3.6, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("method", "acceptance"),
     [
-        (NGram(), 0.9),
-        (NGram(num_draft_tokens=4), 0.9),
-        (NGram(ngram_max=2), 0.5),
-        (Hybrid(first=NGram(num_draft_tokens=4), second=LayerSkip(exit_layer=1)), 0.5),
+        (LayerSkip(exit_layer=1), 0.9),
+        (LayerSkip(exit_layer=1, num_draft_tokens=4), 0.9),
+        # Lookups have expectations of their own.
+        (NGram(), 0.5),
     ],
 )
-def test_what_was_measured_goes_for_what_was_measured_alone(method, acceptance):
-    """It does not apply to the same method with another head or other options."""
+def test_what_was_measured_is_expected_of_models(monkeypatch, method, acceptance):
     lm = tiny.language_model()
-    lm._alternatives.expected = dict.fromkeys(("ngram", "hybrid"), Expectation((0.9,), 20.0))
+    known = dict.fromkeys(("ngram", "layerskip 1"), Expectation((0.9,), 20.0))
+    monkeypatch.setattr(Auto, "expected", staticmethod(lambda *given: known))
     result = lm.generate([5], method=Auto(among=(method,), explain=True), max_new_tokens=3, ignore_eos=True)
-    (expected,) = (one.acceptance for one in result.expected if one.name != "off")
+    (expected,) = (one.acceptance for one in result.expected)
     assert expected == pytest.approx(acceptance, abs=0.02)
 
 

@@ -16,17 +16,13 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.choosing.costs import DraftCost
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine import buckets, memory
 from jaxspec.engine import executables as module
-from jaxspec.engine.auto import candidates
-from jaxspec.engine.auto.turns import Known, Programs
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.methods.base import Candidate
 from jaxspec.model import cache
 from jaxspec.protocol import Outcome, Weights
 from tests import tiny
@@ -50,6 +46,13 @@ def test_an_array_is_a_prompt(lm):
 
 
 @pytest.mark.full
+def test_a_text_may_fill_the_context_and_no_more(lm):
+    prompt = [3] * (lm.config.context_length - 2)
+    assert len(lm.generate(prompt, max_new_tokens=2, ignore_eos=True).tokens) == 2
+    with pytest.raises(ValueError, match="exceed the model's context"):
+        lm.generate(prompt, max_new_tokens=3)
+
+
 def test_the_default_budget_is_what_the_context_leaves(lm):
     """A long prompt is no error where nobody asked for a number of tokens."""
     prompt = [3] * (lm.config.context_length - 2)
@@ -177,7 +180,7 @@ def test_models_of_a_process_share_the_limits_of_programs(monkeypatch):
     assert (first.num_dropped, second.num_dropped) == (0, 0)
     second.call(add, jnp.ones(2), number=3)
     assert (first.num_dropped, second.num_dropped) == (1, 0)
-    assert not first.holds(first.key(add, jnp.ones(2), number=0))
+    assert not first.ready(first.key(add, jnp.ones(2), number=0))
 
     # Each program has a quarter of the mappings that the system allows.
     share = {"used": lambda: (len(first._futures) + len(second._futures)) / 4}
@@ -243,49 +246,21 @@ def test_the_used_mappings_are_a_share():
     assert (memory.used_mappings() > 0) == (sys.platform == "linux")
 
 
-def test_only_candidates_whose_programs_were_dropped_are_forgotten(monkeypatch):
-    monkeypatch.setattr(module, "_USED", type(module._USED)())
-    monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-    executables, known = Executables(), Known()
-    add = jax.jit(lambda x, *, number: x + number, static_argnames="number")
-    keys = [executables.key(add, jnp.ones(2), number=number) for number in range(6)]
-    a, b = (Candidate(name, NGram(), None, DraftCost(lookup=True)) for name in "ab")
-    known.programs |= {
-        a: {"few": Programs(None, keys[:2]), "many": None, "too many": Programs(None, keys[4:], fits=False)},
-        b: {"few": Programs(None, keys[2:3])},
-    }
-    known.begins |= {a: {"few": keys[3]}, b: {"few": keys[2], "many": keys[1]}}
-    known.ran = {("off", "few"), ("a", "few"), ("b", "few")}
-    for number in (0, 1, 2, 3, 0, 2, 3, 4):  # 1 is dropped
-        executables.compiled(add, jnp.ones(2), number=number)
-    known.forget_dropped(executables)
-    assert {one.name: list(of) for one, of in known.programs.items()} == {
-        "a": ["many", "too many"],
-        "b": ["few"],
-    }
-    assert {one.name: list(of) for one, of in known.begins.items()} == {"a": ["few"], "b": ["few"]}
-    assert known.ran == {("off", "few"), ("b", "few")}
-
-
 def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):
-    """Also those of method `auto`, which holds programs of its candidates."""
+    """Also those of method `auto`, whose drafters are kept."""
     monkeypatch.setattr(module, "_USED", type(module._USED)())
     monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-    monkeypatch.setattr(candidates, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr("jaxspec.engine.language_model.MAX_PROGRAMS", 2)
     lm, prompt = tiny.language_model(), (7, 1, 7, 1, 7, 1, 7, 2)
-    made = lm._alternatives._made
-    with lm.compiled_early():
-        for number in (1, 2, 3):
-            for method in ("auto", "ngram"):
-                options = {"method": method, "num_draft_tokens": number, "max_new_tokens": 24}
-                result = lm.generate(list(prompt), ignore_eos=True, **options)
-                assert result.tokens == tiny.greedy(prompt, 24)
-                lm.executables.wait()
+    for number in (1, 2, 3):
+        for method in ("auto", "ngram"):
+            options = {"method": method, "num_draft_tokens": number, "max_new_tokens": 24}
+            result = lm.generate(list(prompt), ignore_eos=True, **options)
+            assert result.tokens == tiny.greedy(prompt, 24)
+            lm.executables.wait()
     assert lm.executables.num_dropped > 0
     assert len(lm.executables._futures) <= 4
-    assert len(made) == 2
-    known = lm._alternatives.known
-    assert sum(map(len, known.programs.values())) <= 4
+    assert len(lm._autos) == 2
 
 
 @pytest.mark.parametrize("how", ["prepare", "variant"])

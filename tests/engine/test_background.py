@@ -43,9 +43,8 @@ MODEL = """
 from jaxspec.testing import language_model
 
 lm = language_model()
-with lm.compiled_early():
-    print(lm.generate("ab", method="auto", max_new_tokens=6).text)
-    assert lm.executables.busy
+print(lm.generate("ab", method="auto", max_new_tokens=6).text)
+assert any(not one.done() for one in lm.executables._keeping)
 """
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -15,15 +13,12 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from jaxspec.choosing.beliefs import Counts
-from jaxspec.choosing.policy import Times
 from jaxspec.engine import compilation_cache
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.stored_programs import Key
 from jaxspec.host import user_cache
-from jaxspec.io.methods import auto_file
 from jaxspec.methods import registry
-from tests import caching, tiny
+from tests import caching
 
 
 @jax.jit
@@ -139,76 +134,6 @@ def test_a_program_with_code_of_others_is_left_to_jax(kept):
 def test_without_a_cache_nothing_is_stored():
     with caching.user_cache("off"):
         assert Key(doubled, (jnp.ones(3),), {}).path is None
-
-
-TIMES = Times({("off", 1): 20.0, ("ngram", 4): 1.5}, 0.5, 700.0, programs={"ngram 0123": 40.0})
-COUNTS = {"ngram": Counts(np.array([[9.0, 1.0], [3.5, 6.0]]), np.array([[10.0, 0.0], [9.0, 1.0]]))}
-
-
-def test_what_was_learnt_is_read_again(tmp_path):
-    path, key = tmp_path / "auto" / "model.json", {"model": "abc"}
-    disturbed = ("suffix", 1)
-    given = dataclasses.replace(TIMES, ratios=TIMES.ratios | {disturbed: 3.0}, disturbed={disturbed})
-    auto_file.write(path, key, given, COUNTS)
-    times, counts = auto_file.read(path, key)
-    assert times == TIMES
-    assert counts["ngram"].accept.tolist() == COUNTS["ngram"].accept.tolist()
-    assert counts["ngram"].draft.tolist() == COUNTS["ngram"].draft.tolist()
-    assert "date" in json.loads(path.read_text(encoding="utf-8"))
-    assert auto_file.read(path, {"model": "another"}) is None
-    names = [f"ngram {number}" for number in range(2000)]  # of a server that has run for long
-    auto_file.write(path, key, dataclasses.replace(TIMES, programs=dict.fromkeys(names, 1.0)), COUNTS)
-    times, _ = auto_file.read(path, key)
-    assert list(times.programs) == names[-500:]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        None,
-        {"format": "jaxspec.auto/0"},
-        {"ratios": [["off", 1, "fast"]]},
-        {"ratios": [["off", 0, 1.0]]},
-        {"prefill_ms": -1},
-        {"ratios": [["off", 1, 0.0]]},
-        {"counts": {"ngram": {"accept": [[1, 2]], "draft": [[1, 2], [1, 2]]}}},
-        {"counts": {"ngram": {"accept": [[1, 2, 3]], "draft": [[1, 2]]}}},
-        {"counts": {"ngram": {"accept": [], "draft": []}}},
-        {"counts": {"ngram": {"accept": [[-1, 2]], "draft": [[1, 2]]}}},
-        {"programs": {"ngram": None}},
-    ],
-)
-def test_a_damaged_file_is_no_file(tmp_path, changes):
-    path = tmp_path / "model.json"
-    auto_file.write(path, {}, TIMES, COUNTS)
-    content = path.read_text(encoding="utf-8")
-    path.write_text(content[:-40] if changes is None else json.dumps(json.loads(content) | changes))
-    assert auto_file.read(path, {}) is None
-
-
-def test_the_next_process_begins_with_what_an_earlier_one_learnt(kept):
-    """Greedy texts of the tiny model repeat themselves."""
-    compiled, names = [], []
-    for _ in range(2):
-        lm = tiny.language_model()
-        lm._alternatives.known.times.missed_ms["ngram"] = 1e9  # so that a short text makes its programs
-        for _ in range(3):
-            result = lm.generate(
-                [7, 1, 7, 1], method="auto", among="ngram", max_new_tokens=90, ignore_eos=True, explain=True
-            )
-            assert result.tokens == tiny.greedy((7, 1, 7, 1), 90)
-            lm.executables.wait()
-            names.append({one.name for one in result.expected if one.ready})
-        compiled.append(lm.executables.num_compilations)
-        assert lm._alternatives.known.counts["ngram"].accept[0, 0] > 0
-        assert [name.split()[0] for name in lm._alternatives.known.times.programs] == ["ngram"]
-    assert compiled[0] > 0
-    assert compiled[1] == 0
-    assert "ngram" in names[-1]
-    assert tiny.language_model()._alternatives.known.counts["ngram"].accept[0, 0] > 0
-    (path,) = kept.glob("auto/*.json")
-    path.write_text("{", encoding="utf-8")
-    assert not tiny.language_model()._alternatives.known.counts
 
 
 def test_the_default_is_auto_and_its_text_plain_decodings(lm, monkeypatch):

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -270,11 +271,20 @@ def test_the_least_recently_used_prefix_is_dropped():
     assert find(store, texts[0]) == (texts[0], 3)
     assert find(store, [1, 2, 5]) == (None, 0)  # one token can be spared, fewer than two
     assert not store.wants([*range(9)], None, 3 * size)
+    assert store.wants([6, 6, 6], None, size)
+    assert not store.wants([6, 6], None, size)  # of a text of two tokens one is in the caches
     store.add(prefix([*texts[0], 5, 6]))  # in place of its beginning
     assert find(store, texts[2]) == (texts[2], 3)
     assert find(store, texts[0]) == ([*texts[0], 5, 6], 3)
     store.clear()
     assert len(store) == 0
+
+
+def test_caches_that_a_call_has_used_up_are_of_no_use():
+    held = prefix([1, 2, 3, 4])
+    assert held.start([1, 2, 3, 9], tiny.drafter_of("ngram")[0], tiny.TARGET) == 2
+    jax.tree.leaves(held.caches)[0].delete()
+    assert held.start([1, 2, 3, 9], tiny.drafter_of("ngram")[0], tiny.TARGET) == 0
 
 
 def test_caches_of_a_drafter_belong_to_equal_drafters():

@@ -12,9 +12,9 @@ import pytest
 from flax import struct
 
 from jaxspec import methods
-from jaxspec.choosing import loop_prices
 from jaxspec.choosing.beliefs import Expectation
 from jaxspec.choosing.costs import DraftCost, StepCosts
+from jaxspec.choosing.prices import measured_prices, simple_prices
 from jaxspec.cli.methods import parse_run
 from jaxspec.decoding import Parts
 from jaxspec.drafting import choosing_drafter
@@ -26,7 +26,6 @@ from jaxspec.drafting.lookup import LookupDrafter, joined
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.methods import registry
-from jaxspec.methods.resources import Resources
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.tree import Shape
 from jaxspec.protocol import Drafter, Outcome, Proposal, Weights
@@ -117,7 +116,7 @@ def state_of(num_candidates: int, rows: int = 1, credit: float = 1e6, **seen: fl
         array, candidate, column = COUNTS[name]
         counts[array][:, candidate, column] = number
     return ChoosingState(
-        (), **counts, seen=None, credit=jnp.full(rows, credit), choice=None, found=(), waiting=None
+        (), **counts, seen=None, used=None, credit=jnp.full(rows, credit), choice=None, found=(), waiting=None
     )
 
 
@@ -135,7 +134,7 @@ def chosen(found, seen, cost, *, budget=9, row_cost=0.0, accept=0.75, credit=1e6
 
     made = hybrid(tiny.suffix().replace(num_draft_tokens=9), DraftModel(tiny.TARGET, num_draft_tokens=3))
     drafter = Widths(*(getattr(made, field.name) for field in dataclasses.fields(made)))
-    prices = loop_prices.simple(drafter.verify_widths, 9, (0.0, cost), row_cost, ((0.5, 0.75), accept))
+    prices = simple_prices(drafter.verify_widths, 9, (0.0, cost), row_cost, ((0.5, 0.75), accept))
     choice = drafter.replace(prices=prices).choose(
         state_of(2, credit=credit, **seen), (found_of(found),), jnp.array([20]), jnp.array([budget])
     )
@@ -228,7 +227,7 @@ def three(joint: bool = True, **prices) -> Choosing:
     models = (DraftModel(tiny.TARGET, num_draft_tokens=length) for length in (3, 6))
     made = tiny.choosing(tiny.TARGET, (first, *models), joint=joint)
     given = {"costs": (0.0, 0.1, 0.3), "row_cost": 0.05, "accept": ((0.5, 0.75), 0.75, 0.75)} | prices
-    return dataclasses.replace(made, prices=loop_prices.simple(made.verify_widths, 9, **given))
+    return dataclasses.replace(made, prices=simple_prices(made.verify_widths, 9, **given))
 
 
 def choice_of(drafter, rows, seen=(), credit=1e6, lengths=20, budget=9):
@@ -274,7 +273,7 @@ def test_prices_follow_the_rows_and_the_length():
     made = three()
     work = DraftCost(lookup=True), DraftCost(layers=1, shared=1), DraftCost(layers=2)
     given = (costs, work, (0, 0, 0), made.verify_widths, 9, (0.5, 0.5, 0.5))
-    prices = loop_prices.measured(*given)
+    prices = measured_prices(*given)
     for rows, tokens in ((1, 0), (1, 500), (8, 100)):
         verify, draft = prices.of(rows, jnp.float32(tokens))
         plain = work[0].round_ms(costs, 0, tokens, rows)
@@ -287,7 +286,7 @@ def test_prices_follow_the_rows_and_the_length():
     alone = dataclasses.replace(made, prices=prices)
     assert choice_of(alone, [9], [{0: (9, 0)}])[1][0] >= 5
     assert choice_of(alone, 8 * [9], 8 * [{0: (9, 40)}])[1] == 8 * [0]
-    wide = loop_prices.measured(*given, one_width=True)
+    wide = measured_prices(*given, one_width=True)
     assert np.unique(wide.verify[0, :, 0]).size == 1
 
 
@@ -310,7 +309,7 @@ def test_matches_are_judged_by_the_text_whether_or_not_they_were_verified():
 def test_a_text_of_wrong_drafts_loses_no_more_than_is_allowed():
     """A model and a lookup that are always wrong, and are expected to be right."""
     wrong = hybrid(Boaster(), Counting(), cost=0.25, memory=0.5, accept=0.99)
-    wrong = wrong.replace(prices=loop_prices.simple((1, 3), 2, (0.0, 0.25), 0.1, ((0.99, 0.99), 0.99)))
+    wrong = wrong.replace(prices=simple_prices((1, 3), 2, (0.0, 0.25), 0.1, ((0.99, 0.99), 0.99)))
     state, _ = (made := loop(wrong)).begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
     took, plain = np.zeros(3), np.zeros(3)
     while not state.done.all():
@@ -413,7 +412,7 @@ class Branches(Counting):
 )
 def test_a_tree_costs_all_its_levels_and_nodes(cost, row, budget, expected):
     drafter = hybrid(tiny.suffix(), Branches(3), cost=cost)
-    prices = loop_prices.simple((1, 4, 9), 3, (0.0, cost), row, ((0.5, 0.75), 0.75))
+    prices = simple_prices((1, 4, 9), 3, (0.0, cost), row, ((0.5, 0.75), 0.75))
     choice = drafter.replace(prices=prices).choose(
         state_of(2), (found_of(0),), jnp.array([20]), jnp.array([budget])
     )
@@ -639,24 +638,6 @@ def test_what_is_known_of_the_second_counts_before_it_has_drafted(monkeypatch):
     monkeypatch.setattr(methods.LayerSkip, "expectation", lambda *_: known)
     made, _ = tiny.language_model().drafter("hybrid", exit_layer=1, num_draft_tokens=3)
     np.testing.assert_allclose(made.prices.accept[1], [0.8, 0.5, 0.5], rtol=1e-6)
-
-
-def test_it_is_expected_to_draft_as_long_as_it_pays(monkeypatch):
-    lm, made = tiny.language_model(), methods.Hybrid(second=methods.LayerSkip(exit_layer=1), draft_cost=0.05)
-    resources = Resources(load_draft=lambda model: model.loaded, encode=list)
-    expected = {}
-    for accept in (0.3, 0.6, 0.999):
-        monkeypatch.setattr(
-            methods.LayerSkip, "expectation", lambda *_, known=accept: Expectation((known,), 9.0)
-        )
-        one = expected[accept] = made.expectation(lm.loaded, resources)
-        assert one.strength == 9
-        assert one.accept == (*[accept] * (len(one.accept) - 1), 0.0)
-        assert one.draft == (*[1.0] * (len(one.accept) - 1), 0.0)
-    # 1.3 ÷ 1.17 > 1.39 ÷ 1.34; 1.96 ÷ 1.34 > 1.6 ÷ 1.17 and 2.18 ÷ 1.51
-    assert [len(one.accept) - 1 for one in expected.values()] == [1, 2, 17]
-    monkeypatch.setattr(methods.LayerSkip, "expectation", lambda *_: None)
-    assert made.expectation(lm.loaded, resources) is None
 
 
 @pytest.mark.full

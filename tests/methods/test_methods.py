@@ -178,7 +178,7 @@ def test_options_are_taken_as_their_types_say():
         ("auto", {"among": [None]}, "among[0] is None; give a text"),
         ("auto", {"among": [["ngram"]]}, "among[0] is ['ngram']; give a text"),
         ("auto", {"among": ["ngram", {}], "ngram_max": 3}, "among[1] is {}; give a text"),
-        ("auto", {"among": ["hybrid"], "first": 3}, "first is 3; give a text"),
+        ("auto", {"among": ["hybrid"], "first": 3}, "among names 'hybrid'; give methods that draft"),
         ("auto", {"among": ["ngram"] * 33}, "among names 33 methods; give at most 32"),
         ("auto", {"among": ["hybrid"] * 1001}, "among has 1001 values; give at most 1000"),
         ("ngram", {"reference": ["a"] * 1001}, "reference has 1001 values; give at most 1000"),

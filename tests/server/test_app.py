@@ -327,11 +327,13 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         "num_spec_tokens": 3,
     }
     assert metrics["tokens_per_round"] == counts.mean_acceptance_length
+    assert metrics["compile_time_ms"] > 0  # a draft of 3 tokens has a program of its own
     after = [counter(f"spec_decode_{name}_total") for name in names]
     gained = [one - other for one, other in zip(after, before, strict=True)]
     assert gained == [counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens]
     assert 'position="2"' in http.get("/metrics").text
     assert counter("num_requests_running") == 0
+    assert asked(http, URL, **body, method=method)["metrics"]["compile_time_ms"] == 0
     plain = asked(http, URL, **body, method="autoregressive")
     assert plain["metrics"]["speculative_decoding"] is None
     assert asked(http, URL, **body, n=2, temperature=1)["metrics"] is None

@@ -23,7 +23,14 @@ from jaxspec.model.config import LlamaConfig
 
 FORMAT = "jaxspec.costs/1"
 # Config fields that do not affect the costs.
-_TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings", "exact")
+_TEXT_FIELDS = (
+    "bos_token_id",
+    "eos_token_ids",
+    "model_type",
+    "max_position_embeddings",
+    "exact",
+    "max_model_len",
+)
 
 
 def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dict[str, Any]:

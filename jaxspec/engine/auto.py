@@ -1,0 +1,260 @@
+"""Method `auto` in the engine: its candidates, what earlier texts have shown, and the first text of a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.choosing import beliefs
+from jaxspec.choosing.prices import Prices
+from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
+from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.choosing_drafter import Choosing
+from jaxspec.engine import buckets, compiled
+from jaxspec.engine.compiled import Loop
+from jaxspec.engine.results import Expected, Token
+from jaxspec.engine.strategies import Always, Turn
+from jaxspec.io.methods import auto_file, price_file
+from jaxspec.model.sharding import fetched
+from jaxspec.protocol import Drafter, Weights
+
+# The least number of seconds between two times that what was learnt is kept.
+_PAUSE = 5.0
+
+
+class Learnt:
+    """What texts of one model show of the candidates' drafts: the part that this process uses, and what it adds.
+
+    Args:
+      key: what the counts belong to.
+      keeps: whether they are kept for the next process.
+
+    Attributes:
+      before: the counts of earlier processes, float[K, 2] by candidate, see `io.methods.auto_file`; they never change.
+    """
+
+    def __init__(self, key: dict[str, Any], keeps: bool) -> None:
+        self._key, self._path = key, auto_file.path_of(key) if keeps else None
+        self.before = auto_file.read(self._path, key)
+        self._seen, self._kept_at = dict(self.before), 0.0
+
+    def add(self, names: Sequence[str], seen: np.ndarray) -> None:
+        """Adds the counts of a text, int[C, K, 2]."""
+        for name, counts in zip(names, seen, strict=True):
+            if counts.any():
+                self._seen[name] = beliefs.remembered(self._seen.get(name), counts)
+
+    def keep(self, now: bool = False) -> None:
+        """Keeps the counts for the next process, at most every few seconds unless `now`."""
+        if self._path is not None and (now or time.monotonic() - self._kept_at > _PAUSE):
+            self._kept_at = time.monotonic()
+            auto_file.write(self._path, self._key, self._seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """The drafter of `auto` for texts of one kind.
+
+    Attributes:
+      drafter, params: the result of the method's `build`.
+      names: the names of its candidates.
+      learnt: receives the counts of texts.
+    """
+
+    drafter: Drafter
+    params: Any
+    names: tuple[str, ...]
+    learnt: Learnt
+
+
+class Chosen(Always):
+    """The strategy of `auto`: one drafter, which chooses among its candidates in each round.
+
+    Args:
+      loop: the compiled loop.
+      auto: the drafter, with candidates.
+      explain: whether `expected` and `prices` are reported.
+    """
+
+    name = "auto"
+
+    def __init__(self, loop: Loop, auto: Auto, explain: bool) -> None:
+        super().__init__(loop, auto.drafter)
+        self._auto, self._explain = auto, explain
+        # Of each row: accepted and rejected tokens and rounds of each candidate, see `ChoosingState`.
+        self._seen: np.ndarray | None = None
+        self._used: np.ndarray | None = None
+        self._after: Any = None
+
+    @functools.cached_property
+    def expected(self) -> tuple[Expected, ...]:
+        """The expectations of the candidates, the fastest first."""
+        drafter = self._auto.drafter
+        if not self._explain or not isinstance(drafter, Choosing):
+            return ()
+        return expectations(drafter, self._auto.names)
+
+    @functools.cached_property
+    def prices(self) -> dict[str, Any] | None:
+        """The prices, as in the file of prices."""
+        drafter = self._auto.drafter
+        if not self._explain or not isinstance(drafter, Choosing):
+            return None
+        return price_file.as_json(drafter.prices, self._auto.names, drafter.verify_widths)
+
+    def drafted_by(self, row: int) -> str:
+        used = [] if self._used is None or row >= len(self._used) else self._used[row].tolist()
+        parts = [
+            f"{name} in {count} rounds" for name, count in zip(self._auto.names, used, strict=False) if count
+        ]
+        return f"auto: {', '.join(parts) if parts else 'plain decoding'}"
+
+    def begin_row(self, row: int, tokens: Sequence[int]) -> None:
+        self._take(row)
+
+    def rounds(
+        self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
+    ) -> tuple[DecodeState, Emitted]:
+        state, emitted = super().rounds(params, parts, state, turn)
+        self._after = state.drafter_state
+        return state, emitted
+
+    def learn(self, gained: Sequence[Sequence[Token]]) -> None:
+        # The state is donated to the next call.
+        seen, used = fetched((self._after.seen, self._after.used))
+        self._seen, self._used, self._after = np.array(seen), np.array(used), None
+
+    def end(self) -> None:
+        for row in range(0 if self._seen is None else len(self._seen)):
+            self._take(row)
+        self._auto.learnt.keep()
+
+    def _take(self, row: int) -> None:
+        """Adds the counts of the text that a row had."""
+        if self._seen is not None and row < len(self._seen):
+            self._auto.learnt.add(self._auto.names, self._seen[row])
+            self._seen[row] = 0
+
+
+class Awaited(Chosen):
+    """The strategy of a text that begins before the programs of `auto` are compiled.
+
+    Plain decoding runs while they are compiled in the background. The drafter takes over once, if the text has not
+    needed more capacity by then. The text is the same, because drafts do not change it with the acceptors for which
+    this strategy is used.
+    """
+
+    def __init__(self, loop: Loop, auto: Auto, explain: bool) -> None:
+        super().__init__(loop, auto, explain)
+        self._plain = loop.put(Autoregressive(auto.drafter.num_draft_tokens, auto.drafter.reach))
+        self._waits, self._grown = False, False
+        self._keys: list[Any] = []
+
+    @property
+    def can_await(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def awaits(self) -> bool:
+        """Whether plain decoding runs."""
+        return self._waits
+
+    def drafted_by(self, row: int) -> str:
+        if self._used is None:
+            return "auto: plain decoding, its program is being compiled once for this model"
+        return super().drafted_by(row)
+
+    def begin(
+        self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any
+    ) -> tuple[DecodeState, Emitted]:
+        executables = self._loop.executables
+        key = executables.key(compiled.prefill, params, parts, request, *caches, **static)
+        if (
+            caches
+            or executables.ready(key)
+            or executables.is_stored(compiled.prefill, params, parts, request, **static)
+        ):
+            return super().begin(params, parts, request, *caches, **static)
+        self._waits = True
+        described: tuple[Weights, Parts, Request] = _shapes((params, parts, request))
+
+        def describe() -> list[Any]:
+            params, parts, request = described
+            return self._describe(params, parts, request, static)
+
+        executables.later(describe, what="the program of auto, once for this model")
+        plain = dataclasses.replace(parts, drafter=self._plain)
+        begun: tuple[DecodeState, Emitted] = executables.call(
+            compiled.prefill, Weights(params.target), plain, request, **static
+        )
+        return begun
+
+    def _describe(self, params: Weights, parts: Parts, request: Request, static: dict[str, Any]) -> list[Any]:
+        """Returns the calls to compile: rounds, the take-over, and the prefill of the next process."""
+        state, _ = self._loop.executables.shapes(compiled.prefill, params, parts, request, **static)
+        numbers = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct(state.done.shape, bool)
+        plain = dataclasses.replace(state, drafter_state=())
+        calls = [
+            (compiled.run_rounds, (params, parts, state, *numbers), self._loop.rounds_static(parts.drafter)),
+            (compiled.catch_up, (params, parts, plain), self._catch_up_static(state)),
+        ]
+        self._keys = [self._loop.executables.key(function, *args, **its) for function, args, its in calls]
+        return [*calls, (compiled.prefill, (params, parts, request), static)]
+
+    def _catch_up_static(self, state: DecodeState) -> dict[str, Any]:
+        size = buckets.prefill_chunk_size(state.capacity, self._loop.platform)
+        return {"config": self._loop.config, "chunk_size": min(size, state.capacity)}
+
+    def caches(self, state: DecodeState) -> Caches:
+        return Caches(state.cache) if self._waits else super().caches(state)
+
+    def changed(self) -> None:
+        self._grown = True
+
+    def rounds(
+        self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
+    ) -> tuple[DecodeState, Emitted]:
+        executables = self._loop.executables
+        if self._waits and not self._grown and self._keys and all(map(executables.ready, self._keys)):
+            own = executables.call(compiled.catch_up, params, parts, state, **self._catch_up_static(state))
+            state, self._waits = dataclasses.replace(state, drafter_state=own), False
+        if not self._waits:
+            return super().rounds(params, parts, state, turn)
+        plain = dataclasses.replace(parts, drafter=self._plain)
+        return Always.rounds(self, Weights(params.target), plain, state, turn)
+
+    def learn(self, gained: Sequence[Sequence[Token]]) -> None:
+        if not self._waits:
+            super().learn(gained)
+
+
+def expectations(drafter: Choosing, names: Sequence[str]) -> tuple[Expected, ...]:
+    """Returns what is expected of each candidate before the first round of a text, alone in a batch."""
+    prices: Prices = drafter.prices
+    verify, draft = (np.asarray(of) for of in prices.of(jnp.int32(1), jnp.float32(0)))
+    widths, found = np.array(drafter.verify_widths), []
+    for at, (name, one) in enumerate(zip(names, drafter.candidates, strict=True)):
+        accept, most = np.asarray(prices.accept[at]), one.num_draft_tokens
+        if at in drafter.lookups:
+            accept = np.concatenate([accept[:1], np.full(most - 1, accept[min(1, len(accept) - 1)])])
+        tokens = 1 + np.cumsum(np.cumprod(accept[:most]))
+        lengths = np.arange(1, most + 1)
+        nodes = np.full(most, one.num_nodes) if one.drafts_trees else lengths
+        rates = tokens / (verify[np.searchsorted(widths, nodes, side="right")] + draft[at, 1 : most + 1])
+        if one.drafts_trees:
+            rates[:-1] = 0
+        best = int(rates.argmax())
+        found.append(Expected(name, best + 1, float(accept[0]), float(rates[best])))
+    return tuple(sorted(found, key=lambda one: -one.speedup))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

@@ -1,1 +1,0 @@
-"""Method `auto` in the engine: candidates, turns and the record of choices."""
