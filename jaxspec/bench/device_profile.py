@@ -179,5 +179,6 @@ def language_model(
         if bits is not None:
             params = quantise(config, params, bits)
             if over is None:
+                int8.warn_if_slower(place)
                 params = int8.for_device(config, params, place)
     return LanguageModel(config, params, name=shape, device=place, mesh=over)

@@ -6,9 +6,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 from jaxspec.console import distributed
+from jaxspec.console.environment import defer_linen
 from jaxspec.console.errors import Guard, option_names
+from jaxspec.host import stages
+from jaxspec.host.stages import stage
 
 DESCRIPTION = """Lossless speculative decoding of Llama-type models in JAX: the same text, faster.
 
@@ -17,12 +22,21 @@ Try: jaxspec generate "Once upon a time" --method ngram
 What a command takes: jaxspec COMMAND --help. The version: jaxspec --version."""
 ENVIRONMENT = """
 environment:
-  JAXSPEC_CACHE    directory of compiled programs and of what method auto has learnt, or off; default:
-                   the user's cache directory
+  JAXSPEC_CACHE    directory of compiled programs, of ready weights and of what method auto has learnt,
+                   or off; default: the user's cache directory
   JAXSPEC_DATA     directory of plans, thresholds and other numbers found for models, where
                    the model's directory cannot hold them; default: the user's data directory
   JAXSPEC_API_KEY  the key that requests to jaxspec serve must have
-  JAXSPEC_DEBUG    1 shows the traceback of an error"""
+  JAXSPEC_DEBUG    1 shows the traceback of an error, and at the end the seconds of each stage"""
+
+
+# Each is the class of this name in the module of this name.
+_COMMANDS = (
+    *("generate", "chat", "batch", "serve", "compare", "bench", "profile"),
+    *("compile", "convert", "inspect", "search", "tune", "vocab"),
+)
+# The commands whose errors may name options of methods.
+_OF_METHODS = ("generate", "chat", "batch", "serve", "compare", "bench", "compile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,38 +68,29 @@ def _run(arguments: list[str], guard: Guard) -> int:
 
         print(f"jaxspec {__version__}")
         return 0
-    from jaxspec.cli.batch import Batch
-    from jaxspec.cli.bench import Bench
-    from jaxspec.cli.chat import Chat
-    from jaxspec.cli.compare import Compare
-    from jaxspec.cli.compile import Compile
-    from jaxspec.cli.convert import Convert
-    from jaxspec.cli.generate import Generate
-    from jaxspec.cli.inspect import Inspect
+    with stage("reading the command line"):
+        command = _parsed(arguments, guard)
+    distributed.join(*distributed.options_in(command), "jaxspec", command)
+    with stage("imports"):
+        defer_linen()
+        from jaxspec.engine import compilation_cache, jax_settings
+
+    compilation_cache.enable()
+    jax_settings.keep_needed()
+    status: int = command.run()
+    if stages.wanted():
+        print(stages.table(), file=sys.stderr)
+    return status
+
+
+def _parsed(arguments: list[str], guard: Guard) -> Any:
+    """Returns the command that the arguments name, with its options; only its own modules are imported."""
     from jaxspec.cli.methods import names, with_options
-    from jaxspec.cli.profile import Profile
-    from jaxspec.cli.search import Search
-    from jaxspec.cli.serve import Serve
-    from jaxspec.cli.tune import Tune
-    from jaxspec.cli.vocab import Vocab
     from jaxspec.console.parsing import parse
 
-    commands = {
-        "generate": Generate,
-        "chat": Chat,
-        "batch": Batch,
-        "serve": Serve,
-        "compare": Compare,
-        "bench": Bench,
-        "profile": Profile,
-        "compile": Compile,
-        "convert": Convert,
-        "inspect": Inspect,
-        "search": Search,
-        "tune": Tune,
-        "vocab": Vocab,
-    }
     arguments = arguments or ["--help"]
+    named = [arguments[0]] if arguments[0] in _COMMANDS else _COMMANDS
+    commands = {name: getattr(import_module(f"jaxspec.cli.{name}"), name.capitalize()) for name in named}
     if arguments[0] in ("generate", "chat", "batch", "serve", "compile"):
         commands[arguments[0]] = with_options(commands[arguments[0]], arguments[1:])
     try:
@@ -94,14 +99,6 @@ def _run(arguments: list[str], guard: Guard) -> int:
         if arguments in (["--help"], ["-h"]):
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
-    if isinstance(
-        command, (Generate, Chat, Batch, Serve, Compare, Bench, Compile)
-    ):  # their errors may name options of methods
+    if arguments[0] in _OF_METHODS:
         guard.options = names() | guard.options
-    distributed.join(*distributed.options_in(command), "jaxspec", command)
-    from jaxspec.engine import compilation_cache, jax_settings
-
-    compilation_cache.enable()
-    jax_settings.keep_needed()
-    status: int = command.run()
-    return status
+    return command

@@ -14,6 +14,8 @@ from tyro.conf import Positional
 from jaxspec.cli.methods import made_of, usual_methods
 from jaxspec.console.distributed import ProcessOptions
 from jaxspec.host.messages import shown
+from jaxspec.host.stages import stage
+from jaxspec.io.tokenizers import chat
 from jaxspec.methods import Method, registry
 from jaxspec.methods.acceptors import AcceptorName
 
@@ -65,7 +67,8 @@ class ModelOptions(Placement):
         max_model_len: int | None = None,
     ) -> LanguageModel:
         """The model, loaded."""
-        from jaxspec.engine.language_model import load
+        with stage("imports"):
+            from jaxspec.engine.language_model import load
 
         return load(
             self.model,
@@ -189,7 +192,14 @@ class AnswerOptions:
 
     def load(self) -> LanguageModel:
         """The model, loaded."""
+        if self.converses:
+            chat.prepare()
         return self.model.load(self.chat_template)
+
+    @property
+    def converses(self) -> bool:
+        """Whether texts go through the chat template."""
+        return self.system is not None
 
     def check_texts(self, others: Mapping[str, Sequence[str | None]] | None = None) -> None:
         """Checks the texts of the command line, and others by the names of their options.
@@ -296,6 +306,11 @@ class TextOptions(AnswerOptions):
 
         path = "-" if self.prompt_file is None else self.prompt_file
         return read_text(path, "--prompt-file must be a text file").removesuffix("\n")
+
+    @property
+    def converses(self) -> bool:
+        """Whether the prompt goes through the chat template."""
+        return super().converses or self.chat or self.messages is not None
 
     def generation(self) -> dict[str, Any]:
         """Returns the options of `AnswerOptions`, and whether the prompt is a message."""

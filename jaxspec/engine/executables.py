@@ -21,7 +21,9 @@ from jaxspec.engine import background, compilation_cache, jax_settings, memory, 
 from jaxspec.engine.background import Worker
 from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.engine.stored_programs import Key
+from jaxspec.host import stages
 from jaxspec.host.progress import Progress
+from jaxspec.host.stages import stage
 
 # Programs that a process keeps, of all its models; the least recently used one is dropped. Clients of a server may ask
 # for any number of them, by options of methods, and the large ones take 10 MB or more. A server compiles about 20 for
@@ -98,7 +100,11 @@ class Executables:
 
     def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """Returns `function(*args, **static)`; positional arguments are traced, keyword arguments are static."""
-        return self.compiled(function, *args, **static)(*args)
+        program = self.compiled(function, *args, **static)
+        if not stages.wanted():
+            return program(*args)
+        with stage(function.__name__):  # a program runs on after the call has returned
+            return jax.block_until_ready(program(*args))
 
     def compiled(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any]:
         """Returns the executable for such arguments, compiled if necessary; arrays may be `jax.ShapeDtypeStruct`s."""
@@ -345,12 +351,15 @@ class _Made:
 def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
     """Returns the executable for these arguments, stored by an earlier process or else compiled."""
     key = Key(function, args, static)
-    if (stored := key.read()) is not None:
+    with stage(f"loading {function.__name__}"):
+        stored = key.read()
+    if stored is not None:
         return _Made(stored, loaded=True)
-    lowered = function.lower(*args, **static)
-    background.go_on()
-    with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
-        program = lowered.compile(compiler_options=compiler_options(args))
+    with stage(f"compiling {function.__name__}"):
+        lowered = function.lower(*args, **static)
+        background.go_on()
+        with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
+            program = lowered.compile(compiler_options=compiler_options(args))
     function.clear_cache()  # JAX's, with the traces of all calls; each keeps its program in memory
     key.write(program, lowered.out_info)
     return _Made(program, loaded=False)

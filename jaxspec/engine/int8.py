@@ -37,8 +37,7 @@ def for_device(
 ) -> Params:
     """Returns int8 parameters in the form whose products are fastest on a device.
 
-    On a CPU with a fast int8 kernel, products round activations to int8 too; elsewhere parameters are unchanged. On a
-    CPU without one, a warning says that int8 does not save time.
+    On a CPU with a fast int8 kernel, products round activations to int8 too; elsewhere parameters are unchanged.
 
     Args:
       config: the model.
@@ -46,16 +45,19 @@ def for_device(
       device: the device of the parameters.
       tokenizer: encodes a text for the calibration; without one, random tokens are used.
     """
-    if device.platform != "cpu":
+    if device.platform != "cpu" or not is_faster():
         return params
-    if not is_faster():
+    return with_activations(config, params, tokenizer)
+
+
+def warn_if_slower(device: jax.Device) -> None:
+    """Warns that int8 saves memory and no time, on a CPU without a fast int8 kernel."""
+    if device.platform == "cpu" and not is_faster():
         warnings.warn(
             "int8 products are slower than float32 products on this CPU: int8 weights save memory, not time",
             RuntimeWarning,
             stacklevel=4,
         )
-        return params
-    return with_activations(config, params, tokenizer)
 
 
 def with_activations(

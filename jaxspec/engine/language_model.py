@@ -64,6 +64,7 @@ from jaxspec.host import processes
 from jaxspec.host.arguments import flag, num_bytes, whole
 from jaxspec.host.messages import shown
 from jaxspec.host.progress import Progress
+from jaxspec.host.stages import stage
 from jaxspec.io import checkpoint
 from jaxspec.io.hf.generation_json import SAMPLING, Rules
 from jaxspec.io.methods import cost_files
@@ -127,7 +128,8 @@ def load(
         `device`, or a `jax.sharding.Mesh` with these axes.
       chat_template: a Jinja file, or vicuna, llama-2 or chatml, for a model without a chat template.
       compilation_cache: whether JAX keeps compiled programs in the user's cache directory, so that other processes
-        need not compile them again. It applies to the whole process. If JAX has a cache directory already, its settings
+        need not compile them again; on a CPU also the weights of a GGUF file and int8 weights, in at most a tenth of
+        the disk's free space. It applies to the whole process. If JAX has a cache directory already, its settings
         are unchanged. The environment variable `JAXSPEC_CACHE` names another directory, or is `off`.
       prefix_cache: as in `LanguageModel`.
       max_model_len: the maximum number of tokens of prompt and output together; by default the model's context.
@@ -148,8 +150,9 @@ def load(
         )
     mesh = resolve_mesh(mesh, device)
     with Progress("loading the model"):
-        directory = find_model(model)
-        config = checkpoint.read_config(directory)
+        with stage("configuration"):
+            directory = find_model(model)
+            config = checkpoint.read_config(directory)
         if max_model_len is not None:
             if not 2 <= whole("max_model_len", max_model_len) <= config.context_length:
                 raise ValueError(
@@ -166,7 +169,8 @@ def load(
             memory.check_fits(
                 config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on, bits=bits
             )
-        tokenizer = find_tokenizer(directory, chat_template)
+        with stage("tokenizer"):
+            tokenizer = find_tokenizer(directory, chat_template)
         if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
         if ignored := checkpoint.unapplied_settings(directory):
@@ -175,7 +179,7 @@ def load(
                 RuntimeWarning,
                 stacklevel=2,
             )
-        with needed():
+        with needed(), stage("weights"):
             params, sampled = place_params(directory, config, wanted, place_on, mesh, bits, tokenizer)
     return LanguageModel(
         config,

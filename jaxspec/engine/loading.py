@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.engine import int8
+from jaxspec.engine.ready_weights import ReadyWeights
 from jaxspec.host import processes
 from jaxspec.host.mesh_text import parse_mesh
 from jaxspec.host.messages import shown
@@ -234,6 +235,11 @@ def place_params(
     shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): sharding for path, sharding in flat}
     if bits is None and mesh is not None:
         return checkpoint.load_params(directory, config, dtype, shardings), None
+    if bits == 8 and mesh is None:
+        int8.warn_if_slower(device)
+    ready = None if mesh is not None else ReadyWeights(directory, config, dtype, device, bits)
+    if ready is not None and (found := ready.read()) is not None:
+        return found
     sampled: dict[str, list[np.ndarray]] = {}
     progress, numbers = Progress(), itertools.count(1)
 
@@ -250,9 +256,10 @@ def place_params(
 
     with progress:
         params = checkpoint.load_params(directory, config, dtype, place)
-    if bits is None:
-        return params, None
     if bits == 8 and mesh is None:
         with Progress("choosing the form of int8"):
             params = int8.for_device(config, params, device, tokenizer)
-    return params, sampled
+    rows = None if bits is None else sampled
+    if ready is not None:
+        ready.keep(params, rows)
+    return params, rows

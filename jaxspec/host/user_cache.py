@@ -36,8 +36,10 @@ def mark_used(path: Path) -> None:
         os.utime(path)
 
 
-def drop_unused(directory: Path) -> None:
-    """Removes the files within a directory that were used least recently while all have more than `MAX_BYTES`.
+def drop_unused(directory: Path, limit: int | None = None) -> None:
+    """Removes the files within a directory that were used least recently while all have more bytes than a limit.
+
+    The limit is `MAX_BYTES` by default.
 
     Clients of a server and lines of a batch choose options of methods, and each choice has programs of its own.
     """
@@ -48,7 +50,7 @@ def drop_unused(directory: Path) -> None:
             found += [(status.st_mtime, status.st_size, path)] if path.is_file() else []
     size = sum(size for _, size, _ in found)
     for _, own, path in sorted(found):
-        if size <= MAX_BYTES:
+        if size <= (MAX_BYTES if limit is None else limit):
             return
         size -= own
         with contextlib.suppress(OSError):

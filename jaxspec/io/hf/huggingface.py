@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
+import mmap
 import os
 import re
+import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +66,8 @@ __all__ = [
 ORBAX_PARAMS = "params"
 # Puts a leaf, given as its name and a host array, on its devices.
 Place = Callable[[str, np.ndarray], jax.Array]
+# The threads that read leaves ahead; NumPy and the system work without Python's lock.
+_READERS = 4
 # The sharding of each leaf by its name.
 Shardings = Mapping[str, Sharding]
 
@@ -289,7 +295,7 @@ def load_params(
     dtype: DTypeLike,
     place: Place | Shardings | None = None,
 ) -> Params:
-    """Reads the parameters of a model leaf by leaf: the host holds at most one leaf, or one shard, beside the result.
+    """Reads the parameters of a model leaf by leaf: the host holds a few leaves, or one shard, beside the result.
 
     Args:
       directory: contains `model.safetensors`, or shards and their index.
@@ -319,7 +325,7 @@ def assemble(
     Args:
       config: the model's configuration.
       dtype: dtype of the parameters.
-      fetch: returns a tensor of any dtype, with its source's shape.
+      fetch: returns a tensor of any dtype, with its source's shape; called in several threads.
       place: as in `load_params`.
     """
     placed = place_leaves(leaves(config), dtype, fetch, place)
@@ -333,25 +339,55 @@ def place_leaves(
     fetch: Callable[[Source], np.ndarray],
     place: Place | Shardings | None = None,
 ) -> list[jax.Array]:
-    """Returns leaves, in order, assembled from tensors that are fetched one at a time; see `assemble`.
+    """Returns leaves, in order, assembled from tensors that threads fetch a few leaves ahead; see `assemble`.
 
     Args:
       entries: name, shape and sources of each leaf, as from `io.hf.layout.leaves`.
       dtype, fetch, place: as in `assemble`.
     """
+    if isinstance(place, Mapping):
+        return [_filled(place[leaf], shape, dtype, sources, fetch) for leaf, shape, sources in entries]
     placed = []
-    for leaf, shape, sources in entries:
-        if isinstance(place, Mapping):
-            placed.append(_filled(place[leaf], shape, dtype, sources, fetch))
-            continue
-        host = np.empty(shape, dtype)
+
+    def fill(host: np.ndarray, sources: list[Source]) -> np.ndarray:
         for source in sources:
             part = host.reshape(source.split)[source.index]
             part[...] = fetch(source).reshape(part.shape)
-        array = jax.device_put(host) if place is None else place(leaf, host)
-        # Transfers are asynchronous; without waiting, host copies of many leaves would accumulate.
-        placed.append(jax.block_until_ready(array))
+        return host
+
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
+        reading: deque[tuple[str, concurrent.futures.Future[np.ndarray]]] = deque()
+
+        def take() -> None:
+            leaf, filled = reading.popleft()
+            host = filled.result()
+            array = jax.device_put(host) if place is None else place(leaf, host)
+            # Transfers are asynchronous; without waiting, host copies of many leaves would accumulate.
+            placed.append(jax.block_until_ready(array))
+
+        try:
+            for leaf, shape, sources in entries:
+                reading.append((leaf, readers.submit(fill, _empty(shape, dtype), sources)))
+                if len(reading) > _READERS:
+                    take()
+            while reading:
+                take()
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            raise
     return placed
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an array in pages of its own: aligned, so that a CPU device takes it without a copy.
+
+    NumPy would ask for huge pages, which the system may have to make free first.
+    """
+    count = math.prod(shape)
+    if sys.platform == "win32" or not count:
+        return np.empty(shape, dtype)
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype).reshape(shape)
 
 
 def _filled(

@@ -4,10 +4,13 @@ It runs in a separate process, because only a process can be stopped within a si
 `'a' * 10**10`, and only a process can have a memory limit. It imports nothing from jaxspec.
 """
 
+import contextlib
+import importlib.util
 import json
 import os
 import signal
 import sys
+from importlib.machinery import PathFinder
 from typing import Any
 
 # Limits of one rendering. The longest conversations need a thousandth of them.
@@ -20,7 +23,7 @@ def main() -> None:
     # Output that a library prints must not mix with the replies.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    from transformers.utils.chat_template_utils import render_jinja_template
+    render_jinja_template = _renderer()
 
     _limit_memory()
     if hasattr(signal, "SIGALRM"):
@@ -42,6 +45,25 @@ def main() -> None:
             reply = {"error": str(error)[:CHARACTERS] or type(error).__name__}
         _limit_time(0)
         print(json.dumps(reply), file=replies, flush=True)
+
+
+def _renderer() -> Any:
+    """Returns transformers' function, if possible without its packages' `__init__`s, which import for a second."""
+    packages = ("transformers", "transformers.utils")
+    with contextlib.suppress(Exception):
+        found = importlib.util.find_spec(packages[0])
+        for name in packages:
+            assert found is not None
+            sys.modules[name] = importlib.util.module_from_spec(found)
+            found = PathFinder.find_spec(packages[1], found.submodule_search_locations)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        return render_jinja_template
+    for name in [name for name in sys.modules if name.partition(".")[0] == packages[0]]:
+        del sys.modules[name]
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template
 
 
 def _limit_time(seconds: float) -> None:

@@ -1,0 +1,117 @@
+"""What a command imports before its work begins, and the table of where its seconds went."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec.host import stages
+from jaxspec.io.tokenizers.chat import ChatTemplate
+
+ROOT = Path(__file__).parents[2]
+HEAVY = (
+    "jax",
+    "flax",
+    "transformers",
+    "huggingface_hub",
+    "tokenizers",
+    "torch",
+    "gguf",
+    "orbax",
+    "fastapi",
+    "rich",
+)
+
+
+def imported(code: str) -> set[str]:
+    """The modules that a new process has after some code."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    code += "\nimport sys; print('modules:', *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("code", ["import jaxspec", "from jaxspec.cli import main; main(['--help'])"])
+def test_no_large_package_is_imported_before_it_is_needed(code):
+    assert imported(code).isdisjoint(HEAVY)
+
+
+def test_a_command_imports_no_other_command_nor_what_it_does_not_use():
+    code = (
+        "from jaxspec.cli import main; main(['generate', 'a', '--model', 'small', '--max-new-tokens', '0'])"
+    )
+    found = imported(code)
+    others = ("batch", "chat", "compile", "inspect", "serve", "tune")
+    assert found.isdisjoint({f"jaxspec.cli.{name}" for name in others})
+    assert "jax" in found
+    # It is in `sys.modules`, but not executed: no module of it is.
+    assert not any(name.startswith("flax.linen.") for name in found)
+
+
+def test_what_is_deferred_is_there_when_it_is_used():
+    code = "from jaxspec.console.environment import defer_linen; defer_linen(); import flax, flax.linen as nn; nn.Dense"
+    assert "flax.linen.linear" in imported(code)
+
+
+@pytest.mark.parametrize("by", ["the whole package", "its parts"])
+def test_a_template_is_rendered_by_either_import_of_transformers(by):
+    program = "import jaxspec.io.tokenizers.chat_worker as worker\n"
+    if by == "the whole package":
+        program += "worker.PathFinder = None\n"
+    program += "chat, template = [{'role': 'user', 'content': 'Hi'}], '{{ messages[0].content }}!'\n"
+    program += "print(worker._renderer()([chat], chat_template=template))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [sys.executable, "-c", program + "\nimport sys; print('transformers.utils.hub' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["(['Hi!'], [])", str(by == "the whole package")]
+    assert (
+        ChatTemplate("{{ messages[0].content }}!").render([{"role": "user", "content": "Hi"}]).text == "Hi!"
+    )
+
+
+def test_the_table_is_printed_for_whom_it_is(tmp_path):
+    words = ["generate", "Once", "--model", "small", "--max-new-tokens", "1", "--method", "autoregressive"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAXSPEC_CACHE": str(tmp_path)}
+    environment.pop("JAXSPEC_DEBUG", None)
+    said = [
+        subprocess.run(
+            [sys.executable, "-m", "jaxspec", *words],
+            capture_output=True,
+            text=True,
+            env=environment | debug,
+            check=True,
+        )
+        for debug in ({}, {"JAXSPEC_DEBUG": "1"})
+    ]
+    assert said[0].stdout == said[1].stdout
+    assert "in all" not in said[0].stderr
+    for name in (
+        "imports",
+        "configuration",
+        "tokenizer",
+        "weights",
+        "prefill",
+        "loading prefill",
+        "in all",
+    ):
+        assert f"\n{name} " in f"\n{said[1].stderr}"
+
+
+def test_a_stage_is_counted_without_those_within_it(monkeypatch):
+    now = iter([0.0, 1.0, 4.0, 10.0])
+    monkeypatch.setattr(stages, "_ROWS", {})
+    monkeypatch.setattr(stages.time, "perf_counter", lambda: next(now))
+    with stages.stage("outer"), stages.stage("inner"):
+        pass
+    assert {name: row.seconds for (name, _), row in stages._ROWS.items()} == {"inner": 3.0, "outer": 7.0}
