@@ -41,27 +41,28 @@ def head_name(kind: str) -> str:
     return f"{HEADS_NAME}/{kind}/config.json"
 
 
-def embedded_heads(fingerprint: str, config: LlamaConfig) -> dict[str, Path]:
-    """Returns the heads that are distributed with jaxspec for a target, by head type.
+def embedded_head(kind: str, fingerprint: str, config: LlamaConfig) -> Path | None:
+    """Returns the head of a type that is distributed with jaxspec for a target; None if there is none.
 
-    Heads that were trained for this target come first. A head of a target with another fingerprint is returned if its
+    A head that was trained for this target comes first. A head of a target with another fingerprint is returned if its
     shapes fit and its acceptance is recorded, so that it can be checked: another quantisation of a model has another
     fingerprint, and the same head drafts for it.
 
     Args:
+      kind: the head type.
       fingerprint: the target's.
       config: its configuration.
     """
-    found: dict[str, Path] = {}
-    others: dict[str, Path] = {}
+    other = None
     for path in embedded_files(f"{HEADS_NAME}/*/config.json"):
         head = path.parent
-        kind = str(section(read_json(path), "jaxspec").get("kind"))
+        if section(read_json(path), "jaxspec").get("kind") != kind:
+            continue
         if trained_for(head) == fingerprint:
-            found.setdefault(kind, head)
-        elif kind not in others and (head / ACCEPTANCE_NAME).is_file() and _fits(head, config):
-            others[kind] = head
-    return others | found
+            return head
+        if other is None and (head / ACCEPTANCE_NAME).is_file() and _fits(head, config):
+            other = head
+    return other
 
 
 def _fits(directory: Path, target: LlamaConfig) -> bool:

@@ -85,9 +85,9 @@ class HeadMethod(ChainMethod):
     @classmethod
     def shipped(cls, target: LoadedModel, resources: Resources) -> Mapping[str, Expectation]:
         """Returns the files beside the embedded head, unless the model has a head of its own."""
-        from jaxspec.heads.files import embedded_heads, head_name
+        from jaxspec.heads.files import embedded_head, head_name
 
-        directory = embedded_heads(target.fingerprint, target.config).get(cls.name)
+        directory = embedded_head(cls.name, target.fingerprint, target.config)
         if directory is None or found(None, target, resources, head_name(cls.name)) is not None:
             return {}
         return _recorded(directory, target)
@@ -99,14 +99,14 @@ class HeadMethod(ChainMethod):
 
     def _path(self, target: LoadedModel, resources: Resources) -> FilePath | None:
         """Returns where the head is: as named, else beside the model, else with jaxspec; None if nowhere."""
-        from jaxspec.heads.files import embedded_heads, head_name
+        from jaxspec.heads.files import embedded_head, head_name
 
         if self.draft is not None:
             return self.draft
         beside = found(None, target, resources, head_name(self.name))
         if beside is not None:
             return beside.parent
-        return embedded_heads(target.fingerprint, target.config).get(self.name)
+        return embedded_head(self.name, target.fingerprint, target.config)
 
     def _head(self, target: LoadedModel, resources: Resources) -> LoadedHead:
         """Returns the head that was named, else the one beside the model, checked to be this method's and target's."""

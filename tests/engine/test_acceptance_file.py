@@ -155,8 +155,10 @@ def test_heads_that_come_along_bring_what_is_known(tmp_path, monkeypatch):
         directory.mkdir()
     resources = Resources(load_draft=lambda model: model.loaded, encode=list, directory=model)
     monkeypatch.setattr(
-        "jaxspec.heads.files.embedded_heads",
-        lambda target, config: {one.name: one for one in heads if target == loaded.fingerprint},
+        "jaxspec.heads.files.embedded_head",
+        lambda kind, target, config: next(
+            (one for one in heads if one.name == kind and target == loaded.fingerprint), None
+        ),
     )
     assert Auto.expected(loaded, resources) == {}
     brought, own = Expectation((0.5,), 2.0, (1.0,)), Expectation((0.75,), 4.0, (0.5,))

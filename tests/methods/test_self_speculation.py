@@ -200,8 +200,10 @@ def test_a_fingerprint_names_the_weights_whatever_their_dtype():
     assert method_files.fingerprint(CONFIG, tiny.params(tiny.DEEP, seed=6)) != name
 
 
-def test_a_fingerprint_stays_as_it_is():
+@pytest.mark.parametrize("host", [True, False])
+def test_a_fingerprint_stays_as_it_is(monkeypatch, host):
     """Otherwise files that users made for their models would no longer match."""
+    monkeypatch.setattr(method_files, "_on_host", lambda leaf: host)
     normed = dataclasses.replace(tiny.TARGET, qk_norm=True)
     assert method_files.fingerprint(tiny.TARGET, tiny.params()) == "26416c5588157075"
     assert method_files.fingerprint(normed, tiny.params()) != "26416c5588157075"
