@@ -121,7 +121,7 @@ def _generate(
     ids = [one for one, _ in begun.values()]
     tokens, since = 0, time.monotonic()
     with Progress(console, "text", len(begun)) as progress:
-        progress.doing("compiling")
+        progress.doing("compiling, then the first texts")
         pieces = lm.stream(
             ids,
             method="autoregressive",

@@ -165,7 +165,7 @@ class _Prompts(Progress):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self.doing("compiling")
+        self.doing("compiling, then the first prompts")
         return self
 
     def __call__(self, done: int) -> None:

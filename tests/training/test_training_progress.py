@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -17,6 +18,8 @@ from tests.training.test_training_run import STORIES, arguments, metrics
 from training import job, layerskip, option_files, sft, soft
 from training.data import bpe_tokenizer, conversations, packing, reading, sizing, sources
 from training.data.sizing import AUTO
+from training.loop import training_loop
+from training.loop.growth import Stages
 from training.loop.progress import FIRST_S, MAX_S, Pace, Progress
 from training.reports import curves
 from training.start import start_model
@@ -101,23 +104,59 @@ def test_what_a_run_says(folder, capsys):
     assert sft.main(arguments(folder, "says", "--steps", "10")) == 0
     said = capsys.readouterr().err
     assert "held-out tokens of 1 kind, run in" in said
-    assert "step 0/10  compiling, then step 1 of 10" in said
+    assert re.search(
+        r"step 0/10  compiling the step\nstep 0/10  computing step 1  compiled in \d+ (s|min)\n", said
+    )
     assert not re.search(r"\b0 min|\b0 tok|[^,.\d]0 tokens/s|kinds", said)
     middle, last = (line for line in said.splitlines() if "held-out " in line and line.startswith("step "))
     assert re.fullmatch(r"step 5/10  loss \S+  held-out \S+  [\d,]+ tokens/s  about \d+ (s|min) left", middle)
     assert re.fullmatch(r"step 10/10  loss \S+  held-out \S+  [\d,]+ tokens/s  \d+ (s|min) in all", last)
 
 
-@pytest.mark.full
-def test_the_first_step_which_compiles_is_in_no_rate(folder):
-    """Nor is there a rate where it is the only one."""
-    assert sft.main(arguments(folder, "single", "--steps", "1")) == 0
-    assert "tokens_per_second" not in metrics(folder, "single")[-1]
-    assert sft.main(arguments(folder, "single", "--steps", "5")) == 0
-    records = metrics(folder, "single")
-    later = records[2:]
-    expected = sum(one["tokens"] for one in later) / sum(one["step_seconds"] for one in later)
-    assert records[-1]["tokens_per_second"] == pytest.approx(expected, rel=1e-6)
+@pytest.mark.parametrize(
+    ("stages", "left"), [(None, "about 2 min left"), (Stages(((1, 2), (2, 5)), 3), "about 4 min left")]
+)
+def test_compilation_is_in_no_rate_and_in_the_time_left(monkeypatch, tmp_path, stages, left):
+    """The program of the measurements, and that of each depth to come, are assumed to compile as long as the step."""
+    clock, stream = Clock(), io.StringIO()
+    monkeypatch.setattr(training_loop.time, "monotonic", clock)
+
+    class Running:
+        """A metric that is computed when the program has run for a while."""
+
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def __float__(self) -> float:
+            clock.now += self.seconds
+            return 2.0
+
+    def step_fn(state, batch):
+        clock.now += compiles.pop(0)
+        return state, {"loss": Running(10), "tokens": 30.0, "gradient_norm": 1.0}
+
+    compiles = [50, 0]
+    console = Console(file=stream, width=100, soft_wrap=True)
+    loop = training_loop.Loop(
+        training_loop.LoopOptions(steps=7, every=10),
+        *(tmp_path, None, None, step_fn),
+        itertools.repeat({"tokens": np.zeros((1, 8, 4), np.int32)}),
+        *(9, None, console),
+        stages=stages,
+    )
+    monkeypatch.setattr(loop, "_deepened", lambda state, finished: state)
+    with Progress(console, "step", 7, clock=clock) as shown:
+        _, record = loop._step(None, 0, shown)
+        assert record["step_seconds"] == 60
+        assert loop._pace.tokens_per_second == 3
+        # Six steps of 10 s, and 50 s for each program.
+        assert loop._ahead(1) == left
+        loop._step(None, 1, shown)
+    assert loop._pace.tokens_per_second == 3
+    assert stream.getvalue().splitlines() == [
+        "step 0/7  compiling the step",
+        "step 0/7  computing step 1  compiled in 50 s",
+    ]
 
 
 @pytest.mark.full

@@ -343,7 +343,7 @@ def _decoded(options: Options, held_out: Kinds, console: Console) -> dict[str, c
         runs[str(length)] = functools.partial(_of_length, generate, settings | {"num_draft_tokens": length})
     found = {}
     with Progress(console, "card: kind", len(begun)) as progress:
-        progress.doing("compiling")
+        progress.doing("compiling, then the first texts")
         for done, (kind, ids) in enumerate(begun.items(), 1):
             taken = list(measure_runs([lm], runs, ids, 1, warm=done > 1))
             drafted, plain, *others = ([one[name] for one in taken] for name in runs)

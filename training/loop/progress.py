@@ -80,23 +80,24 @@ class Progress:
 
 
 class Pace:
-    """The speed of the latest steps, and an estimate of the remaining time.
-
-    Steps that include compilation must not be added, because later steps do not compile.
-    """
+    """The speed of the latest steps without compilation, and an estimate of the remaining time with it."""
 
     def __init__(self, latest: int) -> None:
         """Averages over the `latest` steps."""
         self._steps: deque[tuple[float, float]] = deque(maxlen=latest)
-        self._pause = 0.0
+        self._pause = self._compilation = 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
-        """Adds a step: its number of tokens and its duration."""
+        """Adds a step: its number of tokens and its duration without compilation."""
         self._steps.append((tokens, seconds))
 
     def pause(self, seconds: float) -> None:
         """Records the duration of the latest checkpoint with its measurements."""
         self._pause = seconds
+
+    def compiled(self, seconds: float) -> None:
+        """Records the compile time of the latest program."""
+        self._compilation = seconds
 
     def forget(self) -> None:
         """Forgets all steps, because the next ones have another speed."""
@@ -108,8 +109,9 @@ class Pace:
         seconds = sum(one for _, one in self._steps)
         return sum(tokens for tokens, _ in self._steps) / seconds if seconds else None
 
-    def seconds_left(self, steps: int, pauses: int) -> float | None:
-        """Estimates the seconds for `steps` steps and `pauses` checkpoints; None before the first step."""
+    def seconds_left(self, steps: int, pauses: int, programs: int = 0) -> float | None:
+        """Estimates the seconds for steps, checkpoints and programs to compile; None before the first step."""
         if not self._steps:
             return None
-        return steps * sum(one for _, one in self._steps) / len(self._steps) + pauses * self._pause
+        each = sum(one for _, one in self._steps) / len(self._steps)
+        return steps * each + pauses * self._pause + programs * self._compilation

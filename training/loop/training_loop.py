@@ -135,6 +135,7 @@ class Loop:
     def __post_init__(self) -> None:
         self._pace = Pace(self.options.every)
         self._compiled = False  # whether the step of the present depth is compiled
+        self._measured = False  # whether the program of the measurements is compiled
         self._losses: collections.deque[float] = collections.deque(maxlen=_LATEST)
         # The number of steps in a row whose losses were far above the mean.
         self._high = 0
@@ -181,15 +182,11 @@ class Loop:
                         due = False
                         measures = number != signal.SIGTERM or step == options.steps
                         shown = self._checkpoint(log, state, step, record, measures)
-                        times = (
-                            f"{duration(self._seconds())} in all"
-                            if last
-                            else _ahead(step, options, self._pace)
-                        )
+                        times = f"{duration(self._seconds())} in all" if last else self._ahead(step)
                         progress.say(_joined(f"step {step}/{options.steps}", shown, _rate(self._pace), times))
                     else:
                         self._write(log, step, record)
-                    ahead = "" if last else _ahead(step, options, self._pace)
+                    ahead = "" if last else self._ahead(step)
                     progress.update(step, _joined(f"loss {record['loss']:.3f}", _rate(self._pace), ahead))
                 with _clear_errors(self.checkpoints, "a checkpoint"):
                     self.checkpoints.wait()
@@ -245,18 +242,34 @@ class Loop:
             self._compiled = False
             self._pace.forget()
             self._losses.clear()
-        if not self._compiled:
-            progress.doing(f"compiling, then step {finished + 1} of {self.options.steps}")
         batch = next(self.batches)
         _check_batch(batch, self.vocab_size, finished + 1, self.checkpoints)
-        state, measured = self.step_fn(state, state_sharding.place_batch(self.mesh, batch, rows_axis=1))
+        placed = state_sharding.place_batch(self.mesh, batch, rows_axis=1)
+        if not self._compiled:
+            progress.doing("compiling the step")
+        called, compile_s = time.monotonic(), 0.0
+        # The call returns when the program is compiled, and the program runs on.
+        state, measured = self.step_fn(state, placed)
+        if not self._compiled:
+            compile_s = time.monotonic() - called
+            self._pace.compiled(compile_s)
+            progress.doing(_joined(f"computing step {finished + 1}", f"compiled in {duration(compile_s)}"))
+            self._compiled = True
         record = {name: float(value) for name, value in measured.items()}
         self._judge(finished + 1, record["loss"], record["gradient_norm"])
         record["step_seconds"] = time.monotonic() - begin
-        if self._compiled:
-            self._pace.add(record["tokens"], record["step_seconds"])
-        self._compiled = True
+        self._pace.add(record["tokens"], record["step_seconds"] - compile_s)
         return state, record
+
+    def _ahead(self, finished: int) -> str:
+        """Returns an estimate of the time after `finished` steps: steps, checkpoints, and programs to compile."""
+        options = self.options
+        checkpoints = -(-options.steps // options.every) - finished // options.every
+        programs = 0 if self._measured else 1
+        if self.stages is not None:
+            programs += sum(finished <= until < options.steps for _, until in self.stages.pairs)
+        left = self._pace.seconds_left(options.steps - finished, checkpoints, programs)
+        return "" if left is None else f"about {duration(left)} left"
 
     def _judge(self, step: int, loss: float, gradient_norm: float) -> None:
         """Ends a run whose loss diverges: it is not finite, or stays far above the mean of the steps before.
@@ -288,6 +301,7 @@ class Loop:
         """
         begin = time.monotonic()
         held_out = self.measure(state) if measures else None
+        self._measured = self._measured or measures
         if held_out is not None:
             if not math.isfinite(held_out["held_out_loss"]):
                 raise Failed(
@@ -340,12 +354,6 @@ def _check_batch(batch: Batch, vocab_size: int, step: int, checkpoints: Checkpoi
 
 def _rate(pace: Pace) -> str:
     return "" if pace.tokens_per_second is None else f"{pace.tokens_per_second:,.0f} tokens/s"
-
-
-def _ahead(step: int, options: LoopOptions, pace: Pace) -> str:
-    checkpoints = -(-options.steps // options.every) - step // options.every
-    left = pace.seconds_left(options.steps - step, checkpoints)
-    return "" if left is None else f"about {duration(left)} left"
 
 
 def _joined(*parts: str) -> str:
