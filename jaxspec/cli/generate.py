@@ -51,7 +51,7 @@ class Generate(TextOptions):
             progress("loading the model")
             lm = self.load()
             pieces = lm.stream(prompt, method=method, n=self.n, logprobs=self.logprobs, **self.generation())
-            progress("compiling")
+            progress("starting")
             texts = [pieces] if self.n == 1 else _collected(pieces, self.n, progress)
             outputs = [_Output(self, prompt, lm, progress) for _ in texts]
             status = max([output.write(text) for output, text in zip(outputs, texts, strict=True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 import threading
@@ -22,9 +23,10 @@ from jaxspec.engine.background import Worker
 from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.engine.stored_programs import Key
 from jaxspec.host import stages
-from jaxspec.host.progress import Progress
+from jaxspec.host.progress import Progress, duration
 from jaxspec.host.stages import stage
 
+_LOG = logging.getLogger(__name__)
 # Programs that a process keeps, of all its models; the least recently used one is dropped. Clients of a server may ask
 # for any number of them, by options of methods, and the large ones take 10 MB or more. A server compiles about 20 for
 # each capacity, most of them small.
@@ -111,7 +113,7 @@ class Executables:
         key, future, mine = self._claim(function, args, static)
         if mine or not future.done():
             began = time.perf_counter()
-            with Progress("compiling"):
+            with Progress(_activity(function, Key(function, args, static))):
                 if mine:
                     self._compile(key, future, function, args, static)
                 future.exception()
@@ -347,6 +349,20 @@ class _Made:
     loaded: bool
 
 
+def _described(function: Any, key: Key) -> str:
+    """Returns the name of a program, and whether it is compiled once for its model."""
+    kept = key.path is not None or bool(jax.config.values["jax_compilation_cache_dir"])
+    name: str = function.__name__.replace("_", " ")
+    return f"{name}, once for this model, kept on disk" if kept else name
+
+
+def _activity(function: Any, key: Key) -> str:
+    """Describes the wait for a program, which an earlier process has stored or which is compiled."""
+    if key.path is not None and key.path.is_file():
+        return f"loading {function.__name__.replace('_', ' ')}"
+    return f"compiling {_described(function, key)}"
+
+
 @jax_settings.needed()
 def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
     """Returns the executable for these arguments, stored by an earlier process or else compiled."""
@@ -355,11 +371,13 @@ def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
         stored = key.read()
     if stored is not None:
         return _Made(stored, loaded=True)
+    began = time.perf_counter()
     with stage(f"compiling {function.__name__}"):
         lowered = function.lower(*args, **static)
         background.go_on()
         with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
             program = lowered.compile(compiler_options=compiler_options(args))
+    _LOG.info("compiled %s: %s", _described(function, key), duration(time.perf_counter() - began))
     function.clear_cache()  # JAX's, with the traces of all calls; each keeps its program in memory
     key.write(program, lowered.out_info)
     return _Made(program, loaded=False)

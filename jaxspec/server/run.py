@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jaxspec.console import interrupts
+from jaxspec.engine import executables
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods import Method
@@ -94,7 +96,8 @@ def serve(
       limits: see `Limits`.
       method, api_key, allowed: see `app.Settings`.
       address: the address of the API, for `report`.
-      report: called with a line when connections are accepted, when all programs are compiled, and at the signal.
+      report: called with a line when connections are accepted, when all programs are compiled, after that for each
+        program that a request compiles, and at the signal.
 
     Returns:
       The number of the signal.
@@ -115,8 +118,29 @@ def serve(
     begins = f"{lm.name} is at {address}; requests wait while the programs are compiled"
     config = configuration(app, limits.shutdown_timeout_s)
     server = Server(config, engine, limits.shutdown_timeout_s, begins, report)
-    server.run(sockets=[bound])
+    with _compilations_reported(engine, report):
+        server.run(sockets=[bound])
     return server.signal
+
+
+@contextlib.contextmanager
+def _compilations_reported(engine: EngineThread, report: Callable[[str], None]) -> Iterator[None]:
+    """Reports each program that a request compiles within this context, with its time."""
+
+    class Reported(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if engine.is_ready:
+                report(record.getMessage())
+
+    log, handler = logging.getLogger(executables.__name__), Reported(logging.INFO)
+    before = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def configuration(app: ASGIApp, shutdown_timeout_s: float) -> uvicorn.Config:

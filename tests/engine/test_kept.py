@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from jaxspec.engine import compilation_cache
 from jaxspec.engine.executables import Executables
 from jaxspec.engine.stored_programs import Key
-from jaxspec.host import user_cache
+from jaxspec.host import progress, user_cache
 from jaxspec.methods import registry
 from tests import caching
 
@@ -46,6 +47,20 @@ def test_a_program_is_compiled_once_for_all_processes(kept):
         assert executables.num_compilations == compiled
     assert [path.name.split("-")[0] for path in kept.glob("programs/*/*")] == ["doubled"]
     assert not list(kept.glob("compiled/jit_doubled*"))
+
+
+def test_what_is_waited_for_is_said(kept, monkeypatch, caplog):
+    said = []
+    monkeypatch.setattr(progress.Progress, "__call__", lambda self, what: said.append(what))
+    caplog.set_level("INFO", "jaxspec.engine.executables")
+    for _ in range(2):
+        Executables().call(doubled, jnp.ones(5))
+    assert said == ["compiling doubled, once for this model, kept on disk", "loading doubled"]
+    assert re.fullmatch(r"compiled doubled, once for this model, kept on disk: \d+ s", caplog.messages[0])
+    with caching.user_cache("off"):
+        Executables().call(doubled, jnp.ones(5))
+    assert said[2:] == ["compiling doubled"]
+    assert len(caplog.messages) == 2
 
 
 @pytest.mark.parametrize(

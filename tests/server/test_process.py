@@ -77,8 +77,11 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             reader.join(60)
             assert found[-1].finish_reason in ("length", "stop")
             assert server.wait() == 0
-        *before, finishing = (line.removesuffix("\n") for line in server.lines)
-        said = [line for line in before if "compiling" not in line]  # a line each 30 seconds
+        lines = [line.removesuffix("\n") for line in server.lines]
+        compiled = [line for line in lines if line.startswith("jaxspec: compiled ")]
+        assert any(re.fullmatch(r"jaxspec: compiled prefill.*: \d+ (s|min)", line) for line in compiled)
+        # While it compiles, there is a line each 30 seconds.
+        *said, finishing = (line for line in lines if "compiling" not in line and line not in compiled)
         begins = f"jaxspec: {name} is at {server.url}; requests wait while the programs are compiled"
         ready = (
             rf"jaxspec: ready at {server.url} after \d+ s \(\d+ programs compiled\); Ctrl-C ends the server"
@@ -86,6 +89,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
         assert said[0] == begins
         assert re.fullmatch(ready, said[1])
         assert len(said) == 2
+        assert lines.index(said[1]) < lines.index(compiled[0])
         # The text may be finished when the signal arrives.
         assert finishing.replace("0 requests", "1 request") == (
             "jaxspec: finishing 1 request within 30 seconds; a second Ctrl-C ends the server at once"
