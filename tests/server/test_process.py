@@ -59,6 +59,12 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             cached = [usage.prompt_tokens_details.cached_tokens for usage in (whole.usage, parts[-1].usage)]
             assert cached == [0, whole.usage.prompt_tokens - 1]
             assert whole.model_extra["metrics"]["method"] == "ngram"
+            rare = {
+                "method": "ngram",
+                "stop_token_ids": [*range(9)],
+            }  # more than 8 have programs of their own
+            one = client.completions.create(model=name, prompt="Once", max_tokens=4, extra_body=rare)
+            assert one.model_extra["metrics"]["compile_time_ms"] > 0
             with pytest.raises(openai.BadRequestError) as refused:
                 client.completions.create(model=name, prompt="Once", max_tokens=4, extra_body={"beams": 2})
             assert refused.value.param == "beams"
@@ -79,7 +85,10 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             assert server.wait() == 0
         lines = [line.removesuffix("\n") for line in server.lines]
         compiled = [line for line in lines if line.startswith("jaxspec: compiled ")]
-        assert any(re.fullmatch(r"jaxspec: compiled prefill.*: \d+ (s|min)", line) for line in compiled)
+        assert (
+            sum(bool(re.fullmatch(r"jaxspec: compiled prefill.*: \d+ (s|min)", line)) for line in compiled)
+            == 1
+        )
         # While it compiles, there is a line each 30 seconds.
         *said, finishing = (line for line in lines if "compiling" not in line and line not in compiled)
         begins = f"jaxspec: {name} is at {server.url}; requests wait while the programs are compiled"
