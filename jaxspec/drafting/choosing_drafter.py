@@ -624,17 +624,19 @@ class Choosing(Drafter):
         zero = jnp.zeros_like(waiting.count)
         begin = jnp.where(waiting.count > 0, waiting.start, start)
 
-        def absorb(own: tuple[State, ...]) -> tuple[State, ...]:
-            new = list(own)
-            for at, (one, weights) in enumerate(self._each(params)):
-                if one.aux_layers:
-                    hidden = self._aux_of(one, waiting.aux_hidden_states)
-                    its = Outcome(waiting.tokens, waiting.count, zero, zero, hidden, begin)
-                    new[at] = one.observe(weights, own[at], its)
-            return tuple(new)
+        def absorb(own: State, at: int) -> State:
+            one, weights = self._each(params)[at]
+            hidden = self._aux_of(one, waiting.aux_hidden_states)
+            return one.observe(
+                weights, own, Outcome(waiting.tokens, waiting.count, zero, zero, hidden, begin)
+            )
 
-        own = once(run, absorb, own)
-        return list(own), dataclasses.replace(waiting, count=jnp.where(run, 0, waiting.count))
+        # One loop for each: XLA copies caches that one loop writes for several heads.
+        states = [
+            once(run, functools.partial(absorb, at=at), its) if one.aux_layers else its
+            for at, (one, its) in enumerate(zip(self.candidates, own, strict=True))
+        ]
+        return states, dataclasses.replace(waiting, count=jnp.where(run, 0, waiting.count))
 
     def observe(self, params: Weights, state: ChoosingState, outcome: Outcome) -> ChoosingState:
         """Counts right and wrong drafts, and passes each candidate the outcome of its own rounds."""
