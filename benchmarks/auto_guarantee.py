@@ -82,7 +82,7 @@ KINDS = {
     ),
 }  # fmt: skip
 # A candidate and its rounds in `Result.drafted_by`.
-_ROUNDS = re.compile(r"(?:: |, )([^:,]+) in (\d+) rounds")
+_ROUNDS = re.compile(r"(?:: |, )([^:,]+) in (\d+) rounds?")
 
 
 @dataclasses.dataclass(frozen=True)

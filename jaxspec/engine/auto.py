@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +24,6 @@ from jaxspec.io.methods import auto_file, price_file
 from jaxspec.model.sharding import fetched
 from jaxspec.protocol import Drafter, Weights
 
-# The least number of seconds between two times that what was learnt is kept.
-_PAUSE = 5.0
-
 
 class Learnt:
     """What texts of one model show of the candidates' drafts: the part that this process uses, and what it adds.
@@ -43,19 +39,19 @@ class Learnt:
     def __init__(self, key: dict[str, Any], keeps: bool) -> None:
         self._key, self._path = key, auto_file.path_of(key) if keeps else None
         self.before = auto_file.read(self._path, key)
-        self._seen, self._kept_at = dict(self.before), 0.0
+        self._seen, self._changed = dict(self.before), False
 
-    def add(self, names: Sequence[str], seen: np.ndarray) -> None:
-        """Adds the counts of a text, int[C, K, 2]."""
+    def add(self, names: Sequence[str | None], seen: np.ndarray) -> None:
+        """Adds the counts of a text, int[C, K, 2]; those of a candidate with the name None are left out."""
         for name, counts in zip(names, seen, strict=True):
-            if counts.any():
-                self._seen[name] = beliefs.remembered(self._seen.get(name), counts)
+            if name is not None and counts.any():
+                self._seen[name], self._changed = beliefs.remembered(self._seen.get(name), counts), True
 
-    def keep(self, now: bool = False) -> None:
-        """Keeps the counts for the next process, at most every few seconds unless `now`."""
-        if self._path is not None and (now or time.monotonic() - self._kept_at > _PAUSE):
-            self._kept_at = time.monotonic()
+    def keep(self) -> None:
+        """Keeps the counts for the next process, if there are new ones."""
+        if self._path is not None and self._changed:
             auto_file.write(self._path, self._key, self._seen)
+            self._changed = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +61,15 @@ class Auto:
     Attributes:
       drafter, params: the result of the method's `build`.
       names: the names of its candidates.
+      learns: the names by which their counts are kept; None for a candidate that the model does not offer by itself,
+        because another head, draft or option can have the same name.
       learnt: receives the counts of texts.
     """
 
     drafter: Drafter
     params: Any
     names: tuple[str, ...]
+    learns: tuple[str | None, ...]
     learnt: Learnt
 
 
@@ -112,12 +111,18 @@ class Chosen(Always):
     def drafted_by(self, row: int) -> str:
         used = [] if self._used is None or row >= len(self._used) else self._used[row].tolist()
         parts = [
-            f"{name} in {count} rounds" for name, count in zip(self._auto.names, used, strict=False) if count
+            f"{name} in {count} round{'s' * (count > 1)}"
+            for name, count in zip(self._auto.names, used, strict=False)
+            if count
         ]
         return f"auto: {', '.join(parts) if parts else 'plain decoding'}"
 
     def begin_row(self, row: int, tokens: Sequence[int]) -> None:
         self._take(row)
+
+    def resized(self, batch: int) -> None:
+        for row in range(batch, 0 if self._seen is None else len(self._seen)):
+            self._take(row)
 
     def rounds(
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
@@ -138,9 +143,9 @@ class Chosen(Always):
 
     def _take(self, row: int) -> None:
         """Adds the counts of the text that a row had."""
-        if self._seen is not None and row < len(self._seen):
-            self._auto.learnt.add(self._auto.names, self._seen[row])
-            self._seen[row] = 0
+        if self._seen is not None and self._used is not None and row < len(self._seen):
+            self._auto.learnt.add(self._auto.learns, self._seen[row])
+            self._seen[row] = self._used[row] = 0
 
 
 class Awaited(Chosen):
@@ -168,7 +173,7 @@ class Awaited(Chosen):
         return self._waits
 
     def drafted_by(self, row: int) -> str:
-        if self._used is None:
+        if self._waits:
             return "auto: plain decoding, its program is being compiled once for this model"
         return super().drafted_by(row)
 
@@ -180,6 +185,7 @@ class Awaited(Chosen):
         if (
             caches
             or executables.ready(key)
+            or executables.failed  # the error is then the caller's
             or executables.is_stored(compiled.prefill, params, parts, request, **static)
         ):
             return super().begin(params, parts, request, *caches, **static)

@@ -28,9 +28,9 @@ from jaxspec.host.stages import stage
 
 _LOG = logging.getLogger(__name__)
 # Programs that a process keeps, of all its models; the least recently used one is dropped. Clients of a server may ask
-# for any number of them, by options of methods, and the large ones take 10 MB or more. A server compiles about 20 for
+# for any number of them, by options of methods, and the large ones take 10 MB or more. A server compiles 20 to 50 for
 # each capacity, most of them small.
-MAX_PROGRAMS = 256
+MAX_PROGRAMS = 512
 # The share of the memory mappings that the system allows, above which programs are dropped too. On a CPU a program has
 # 100 to 1,000, Linux allows 65,530, and the compiler ends the process if it gets no more. The rest is for the programs
 # that the threads compile at the same time.
@@ -82,6 +82,7 @@ class Executables:
       compile_ms: their total compile time, milliseconds.
       blocked_ms: the total time that callers waited for compilation or loading, milliseconds.
       variants: counts of the specialised executables.
+      failed: whether a program could not be compiled.
       num_dropped: the number of programs that were dropped, see `MAX_PROGRAMS` and `MAX_MAPPINGS`.
     """
 
@@ -90,6 +91,7 @@ class Executables:
         self.compile_ms = 0.0
         self.blocked_ms = 0.0
         self.variants = VariantCounts()
+        self.failed = False
         self.num_dropped = 0
         # The specialised ones have a `_Variant` as key. Those that were used last come last.
         self._futures: OrderedDict[Any, Future[Any]] = OrderedDict()
@@ -143,7 +145,7 @@ class Executables:
 
         with self._lock:
             future = self._pool(_LATER).submit(_with_callers_precision(prepare))
-            self._described.append(future)
+            self._described = [*(one for one in self._described if not one.done()), future]
             self._whats[future] = what
             self._keeping = [*(one for one in self._keeping if not one.done()), future]
 
@@ -310,6 +312,7 @@ class Executables:
             # The entry is removed, so that the next call tries again: this may have been an interruption.
             with self._lock:
                 self._futures.pop(key, None)
+            self.failed |= isinstance(error, Exception)
             future.set_exception(error)
             if not isinstance(error, Exception):
                 raise

@@ -154,9 +154,9 @@ def load(
             directory = find_model(model)
             config = checkpoint.read_config(directory)
         if max_model_len is not None:
-            if not 2 <= whole("max_model_len", max_model_len) <= config.context_length:
+            if not 3 <= whole("max_model_len", max_model_len) <= config.context_length:
                 raise ValueError(
-                    f"max_model_len is {max_model_len}; give a number from 2 to the model's context of "
+                    f"max_model_len is {max_model_len}; give a number from 3 to the model's context of "
                     f"{config.context_length}"
                 )
             config = dataclasses.replace(config, max_model_len=max_model_len)
@@ -806,7 +806,7 @@ class LanguageModel:
     @staticmethod
     def _acceptor(method: AnyMethod, options: GenerationOptions, requests: Sequence[RowRequest]) -> Acceptor:
         """Returns the acceptor of a batch; greedy texts and sampled ones with the default have the same."""
-        # The choices of `auto` depend on measured times, and must not change the text of a seed.
+        # The choices of `auto` depend on earlier texts and other rows, and must not change the text of a seed.
         default: AcceptorName = "coupled" if isinstance(method, Auto) else "block"
         return build_acceptor(options.acceptor, needs_sampling(requests), default)
 
@@ -908,7 +908,8 @@ class LanguageModel:
         drafter, params = method.built(candidates, target, resources)
         if self.mesh is None:  # otherwise each call of the loop would transfer the drafter's arrays again
             drafter = jax.device_put(drafter, self.device)
-        made = AutoDrafter(drafter, params, tuple(one.name for one in candidates), learnt)
+        names = tuple(one.name if one.offered else None for one in candidates)
+        made = AutoDrafter(drafter, params, tuple(one.name for one in candidates), names, learnt)
         with contextlib.suppress(TypeError):
             while len(self._autos) >= MAX_PROGRAMS:
                 del self._autos[next(iter(self._autos))]

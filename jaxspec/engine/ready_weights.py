@@ -60,7 +60,7 @@ class ReadyWeights:
             of = [(one.name, one.stat()) for one in found]
             # A copy may keep the time of its content, but not that of its last change.
             status = [(name, now.st_size, now.st_mtime_ns, now.st_ctime_ns) for name, now in of]
-            self._made_from = repr((version, config, status))
+            self._made_from = repr((version, config.plain, status))
             return
         self._path = None  # a file cannot be read; the reader of the model says so
 

@@ -76,12 +76,13 @@ class Scheduler:
     each of which shares a batch. Both have the same programs; they are separate because a sampled row makes the other
     rows of its batch slower. All other options are numbers of the rows, except the rare ones, see
     `engine.row_settings.Shapes`, and `exact`. Each step runs one group, see `turns`. The batch of a group begins with
-    the rows that its requests need (1, 4, 16 …), gets more when requests wait, as far as memory allows, and fewer when
-    most are free. When its last request ends, its caches are freed.
+    the rows that its requests need (1, 4, 16 …; on a CPU with one, which the others join), gets more when requests
+    wait, as far as memory allows, and fewer when most are free. When its last request ends, its caches are freed.
 
     Greedy text does not depend on the other requests, up to rounding (see `exact`). Sampled text with a seed depends
-    only on the programs, except with `auto` and an acceptor other than coupled, whose choices follow times. Sampled
-    requests whose drafts would depend on the other rows (a shared mask, or such an `auto`) run one after another.
+    only on the programs, except with `auto` and an acceptor other than coupled, whose choices follow earlier texts.
+    Sampled requests whose drafts would depend on the other rows (a shared mask, or such an `auto`) run one after
+    another.
 
     Args:
       lm: the model.
@@ -213,11 +214,13 @@ class Scheduler:
         """
         context = self._lm.config.context_length
         longest = context if max_tokens is None else whole("max_tokens", max_tokens)
-        if not 2 <= longest <= context:
-            raise ValueError(f"max_tokens is {longest}; give a number from 2 to the context of {context}")
-        number = self.add([0], method=method, max_new_tokens=1, **options)
-        self._group_of[number].texts.session.warm_up(longest)
-        self.cancel(number)
+        if not 3 <= longest <= context:
+            raise ValueError(f"max_tokens is {longest}; give a number from 3 to the context of {context}")
+        number = self.add([0], method=method, max_new_tokens=2, ignore_eos=True, **options)
+        try:
+            self._group_of[number].texts.session.warm_up(longest)
+        finally:
+            self.cancel(number)
 
     def cancel(self, id: int) -> None:
         """Ends a request without further events; its row is free before the next step. Ended requests are ignored."""

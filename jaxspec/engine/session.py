@@ -188,8 +188,7 @@ class Session:
             self.step(1)
             return
         for function, args, static in self._calls(longest, continued):
-            self._executables.prepare(function, *args, **static)
-        self._executables.wait()
+            self._executables.compiled(function, *args, **static)
 
     def _calls(self, longest: int, continued: bool) -> Iterator[Call]:
         """Yields the calls for rows of up to `longest` tokens with shapes in place of states, the smallest first."""

@@ -1,4 +1,4 @@
-"""Chooses the drafting method at run time: the one with the most expected tokens per millisecond, or none."""
+"""Chooses the drafting method at run time: the one with the most expected tokens for its time, or none."""
 
 from __future__ import annotations
 
@@ -142,13 +142,17 @@ class Auto(DraftingMethod):
             for one in candidates:
                 known: Sequence[float] = _LOOKUP
                 if not one.cost.copies:
-                    found = expected.get(one.name, one.expected)
+                    found = expected.get(one.name, one.expected) if one.offered else one.expected
                     known = _UNKNOWN if found is None else found.accept
-                accept.append(informed(known, resources.seen.get(one.name)))
+                accept.append(informed(known, resources.seen.get(one.name) if one.offered else None))
             trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
             given = costs, _works(candidates), trees, widths, longest, accept
             prices = measured_prices(*given, one_width=resources.platform != "cpu")
         if self.prices is not None and not os.path.exists(self.prices):
+            if not os.path.isdir(folder := os.path.dirname(os.path.abspath(self.prices))):
+                raise FileNotFoundError(
+                    f"prices is {self.prices}, and there is no directory {folder}; make it first"
+                )
             content = price_file.as_json(prices, names, widths)
             price_file.write_prices(self.prices, target.fingerprint, content)
         drafter = Choosing(target.config, drafters, prices, jnp.float32(Choosing.memory))

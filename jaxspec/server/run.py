@@ -133,14 +133,16 @@ def _compilations_reported(engine: EngineThread, report: Callable[[str], None]) 
                 report(record.getMessage())
 
     log, handler = logging.getLogger(executables.__name__), Reported(logging.INFO)
-    before = log.level
+    before, passes = log.level, log.propagate
     log.setLevel(logging.INFO)
+    log.propagate = False
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
+        log.propagate = passes
 
 
 def configuration(app: ASGIApp, shutdown_timeout_s: float) -> uvicorn.Config:

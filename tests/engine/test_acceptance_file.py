@@ -9,7 +9,9 @@ import pytest
 from jaxspec.choosing.beliefs import Expectation
 from jaxspec.choosing.costs import DraftCost
 from jaxspec.cli import main
+from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods.acceptance_file import NAME, read_acceptance, write_acceptance
+from jaxspec.io.trained_for import TrainedFor
 from jaxspec.methods import Auto, LayerSkip, NGram, Resources
 from jaxspec.methods.base import Candidate
 from jaxspec.tuning.acceptance_counts import fitted, measure_acceptance
@@ -134,12 +136,15 @@ def test_a_damaged_file_is_one_line(tmp_path, changes, message):
     [
         (LayerSkip(exit_layer=1), 0.9),
         (LayerSkip(exit_layer=1, num_draft_tokens=4), 0.9),
+        # The name does not tell its exit by another option from one that was measured.
+        (LayerSkip(exit_layer=1, stop_rule="confidence"), 0.5),
         # Lookups have expectations of their own.
         (NGram(), 0.5),
     ],
 )
 def test_what_was_measured_is_expected_of_models(monkeypatch, method, acceptance):
     lm = tiny.language_model()
+    lm = LanguageModel(lm.config, lm.params, trained_for=TrainedFor((1, 2)))
     known = dict.fromkeys(("ngram", "layerskip 1"), Expectation((0.9,), 20.0))
     monkeypatch.setattr(Auto, "expected", staticmethod(lambda *given: known))
     result = lm.generate([5], method=Auto(among=(method,), explain=True), max_new_tokens=3, ignore_eos=True)

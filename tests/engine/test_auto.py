@@ -17,6 +17,7 @@ from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine import compilation_cache
 from jaxspec.engine.auto import Learnt
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.io.methods import auto_file
 from jaxspec.methods import Auto, LayerSkip, NGram
 from tests import caching, tiny
@@ -182,23 +183,55 @@ def test_what_texts_show_is_for_the_next_process(kept):
     # Within a process nothing changes.
     assert expected[0] == expected[1]
     assert lm._learnt.before == {}
-    lm._learnt.keep(now=True)
+    lm._learnt.keep()
     later = tiny.language_model()
     assert later._learnt.before["ngram"][0, 0] > 0
     result = later.generate([list(PROMPT)] * 2, method=Auto(**options), **LONG)[0]
     assert result.expected != expected[0]
 
 
+def test_of_other_heads_and_options_nothing_is_learnt(lm):
+    """Their names are those of the candidates that the model offers."""
+    result = lm.generate([list(PROMPT)] * 2, method=Auto(among=(NGram(ngram_max=2),)), **LONG)[0]
+    assert "ngram in" in result.drafted_by
+    auto = lm._auto(Auto(among=(NGram(ngram_max=2),)), ("greedy",), lm.loaded)
+    assert (auto.names, auto.learns) == (("ngram",), (None,))
+
+
+def test_a_text_that_ends_in_the_prefill_has_no_rounds(lm):
+    first, second = lm.generate(
+        [list(PROMPT)] * 2, max_batch=1, max_new_tokens=[40, 1], ignore_eos=True, **ALL
+    )
+    assert "ngram in" in first.drafted_by
+    assert second.drafted_by == "auto: plain decoding"
+
+
+def test_an_error_of_the_compiler_is_the_callers(monkeypatch):
+    """Not in the background, where nobody sees it, and not only in the first request of a server."""
+
+    def fails(*given):
+        raise ValueError("no such instruction")
+
+    model = tiny.language_model()
+    monkeypatch.setattr("jaxspec.engine.executables._compiled", fails)
+    with pytest.raises(ValueError, match="no such instruction"):
+        model.warm_up(**ALL)
+    scheduler = Scheduler(model)
+    with pytest.raises(ValueError, match="no such instruction"):
+        scheduler.warm_up(**ALL)
+    assert scheduler.idle
+
+
 def test_counts_are_remembered(tmp_path):
     with caching.user_cache(tmp_path):
         learnt = Learnt({"model": "abc"}, keeps=True)
         learnt.add(("ngram", "head"), np.array([[[3, 1], [2, 0]], [[0, 0], [0, 0]]]))
-        learnt.keep(now=True)
+        learnt.keep()
         after = Learnt({"model": "abc"}, keeps=True)
         assert {name: one.tolist() for name, one in after.before.items()} == {"ngram": [[3, 1], [2, 0]]}
         after.add(("ngram",), np.array([[[1, 1]]]))
         assert after.before["ngram"].tolist() == [[3, 1], [2, 0]]
-        after.keep(now=True)
+        after.keep()
         weight = beliefs.MEMORY
         found = Learnt({"model": "abc"}, keeps=True).before["ngram"]
         np.testing.assert_allclose(found, [[1 + 3 * weight, 1 + weight], [2 * weight, 0]], atol=2e-3)

@@ -52,7 +52,8 @@ def read_prices(
     count = len(names)
     of_rows = {"verify": (len(widths), 2), "draft": (count, longest + 1, 2)}
     try:
-        given = {name: np.array(content.get(name), np.float32) for name in ("verify", "draft", "accept")}
+        with np.errstate(over="ignore"):  # an infinite number is refused below
+            given = {name: np.array(content.get(name), np.float32) for name in ("verify", "draft", "accept")}
         good = (
             isinstance(rows, list) and len(rows) > 0 and all(type(one) is int and one < 2**31 for one in rows)
         )
@@ -60,7 +61,8 @@ def read_prices(
         good = good and all(given[name].shape == (len(rows), *shape) for name, shape in of_rows.items())
         good = good and given["accept"].shape == (count, longest)
         good = good and all(bool(np.isfinite(one).all()) for one in given.values())
-        good = good and bool((given["verify"][:, 0, 0] > 0).all())
+        good = good and bool((given["verify"][..., 0] > 0).all() and (given["verify"][..., 1] >= 0).all())
+        good = good and bool(((given["accept"] >= 0) & (given["accept"] <= 1)).all())
     except (ValueError, TypeError, OverflowError):
         good = False
     if not good:
