@@ -335,7 +335,7 @@ def test_lines_are_read_as_they_are_needed(tmp_path, lm):
 unanswered: list[int] = []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_thousand_prompts_with_three_kills(tmp_path):
     """Exactly one answer for each, of the command with a real model; a text does not depend on the kills."""
     prompts = [f"Tom has {number // 40} apples and gets {number % 40} more." for number in range(2000)]

@@ -272,7 +272,7 @@ def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
         assert json.loads(capsys.readouterr().out)["claims"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_commands_of_the_measurements_run(tmp_path, monkeypatch, capsys):
     """Those that measure the embedded models and need no file.
 

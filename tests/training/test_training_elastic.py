@@ -111,7 +111,7 @@ def is_writing(checkpoints: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(2, 12), pytest.param(30, 100, marks=pytest.mark.full)], ids=["2", "30"]
+    ("kills", "steps"), [(2, 12), pytest.param(30, 100, marks=pytest.mark.slow)], ids=["2", "30"]
 )
 def test_kills_in_the_middle_of_checkpoints_lose_nothing(folder, tmp_path, kills, steps):
     """Each life resumes from the newest checkpoint of the previous one, and the losses are those of one life."""
