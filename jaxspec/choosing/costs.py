@@ -153,8 +153,6 @@ class DraftCost:
       lookup: whether the draft is copied from a text, which takes a search.
       absorb_layers: the work to absorb one token into the drafter's own state, in layers of the target; 0 if it has no
         state.
-      replayed: whether its drafts can be recomputed from a finished text that another drafter produced, as for prompt
-        lookup.
       adapts: whether `auto` need not choose a length, because a stop rule ends unprofitable drafts or the draft is a
         tree.
       widths: the numbers of rows for which a verification is compiled, rising. A round runs the smallest that fits.
@@ -173,7 +171,6 @@ class DraftCost:
     shared: float = 0.0
     lookup: bool = False
     absorb_layers: float = 0.0
-    replayed: bool = False
     adapts: bool = False
     widths: tuple[int, ...] = ()
 
@@ -280,34 +277,6 @@ def predicted_speedup(
 
     best = max(range(1, longest + 1), key=speedup)
     return Prediction(speedup(best), best)
-
-
-def reached_speedup(
-    draft: DraftCost,
-    costs: StepCosts,
-    num_tokens: int,
-    num_rounds: int,
-    num_drafts: int,
-    num_draft_tokens: int,
-) -> float:
-    """Returns the speed-up of a generated text over plain decoding, computed from the counts of its rounds.
-
-    Args:
-      draft: the cost of its drafts.
-      costs: the device's costs of steps.
-      num_tokens: the number of tokens that the rounds committed.
-      num_rounds: the number of rounds.
-      num_drafts: the number of rounds with a draft.
-      num_draft_tokens: the number of draft tokens that were verified.
-
-    Examples:
-      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
-      >>> reached_speedup(DraftCost(lookup=True), costs, num_tokens=6, num_rounds=3, num_drafts=2, num_draft_tokens=8)
-      2.0
-    """
-    drafted = num_drafts * draft.round_ms(costs, round(num_draft_tokens / max(num_drafts, 1)))
-    taken = drafted + (num_rounds - num_drafts) * draft.round_ms(costs, 0)
-    return num_tokens * DraftCost().round_ms(costs, 0) / taken
 
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

@@ -16,9 +16,9 @@ from jaxspec.choosing.prices import Prices
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.choosing_drafter import Choosing
-from jaxspec.engine import buckets, compiled
+from jaxspec.engine import compiled
 from jaxspec.engine.compiled import Loop
-from jaxspec.engine.results import Expected, Token
+from jaxspec.engine.results import Expected
 from jaxspec.engine.strategies import Always, Turn
 from jaxspec.io.methods import auto_file, price_file
 from jaxspec.model.sharding import fetched
@@ -117,7 +117,7 @@ class Chosen(Always):
         ]
         return f"auto: {', '.join(parts) if parts else 'plain decoding'}"
 
-    def begin_row(self, row: int, tokens: Sequence[int]) -> None:
+    def begin_row(self, row: int) -> None:
         self._take(row)
 
     def resized(self, batch: int) -> None:
@@ -131,7 +131,7 @@ class Chosen(Always):
         self._after = state.drafter_state
         return state, emitted
 
-    def learn(self, gained: Sequence[Sequence[Token]]) -> None:
+    def learn(self) -> None:
         # The state is donated to the next call.
         seen, used = fetched((self._after.seen, self._after.used))
         self._seen, self._used, self._after = np.array(seen), np.array(used), None
@@ -162,24 +162,12 @@ class Awaited(Chosen):
         self._waits, self._grown = False, False
         self._keys: list[Any] = []
 
-    @property
-    def can_await(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def awaits(self) -> bool:
-        """Whether plain decoding runs."""
-        return self._waits
-
     def drafted_by(self, row: int) -> str:
         if self._waits:
             return "auto: plain decoding, its program is being compiled once for this model"
         return super().drafted_by(row)
 
-    def begin(
-        self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any
-    ) -> tuple[DecodeState, Emitted]:
+    def begin(self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any) -> None:
         executables = self._loop.executables
         key = executables.key(compiled.prefill, params, parts, request, *caches, **static)
         if (
@@ -188,7 +176,7 @@ class Awaited(Chosen):
             or executables.failed  # the error is then the caller's
             or executables.is_stored(compiled.prefill, params, parts, request, **static)
         ):
-            return super().begin(params, parts, request, *caches, **static)
+            return
         self._waits = True
         described: tuple[Weights, Parts, Request] = _shapes((params, parts, request))
 
@@ -197,11 +185,11 @@ class Awaited(Chosen):
             return self._describe(params, parts, request, static)
 
         executables.later(describe, what="the program of auto, once for this model")
-        plain = dataclasses.replace(parts, drafter=self._plain)
-        begun: tuple[DecodeState, Emitted] = executables.call(
-            compiled.prefill, Weights(params.target), plain, request, **static
-        )
-        return begun
+
+    def running(self, params: Weights, parts: Parts) -> tuple[Weights, Parts]:
+        if not self._waits:
+            return params, parts
+        return Weights(params.target), dataclasses.replace(parts, drafter=self._plain)
 
     def _describe(self, params: Weights, parts: Parts, request: Request, static: dict[str, Any]) -> list[Any]:
         """Returns the calls to compile: rounds, the take-over, and the prefill of the next process."""
@@ -210,14 +198,14 @@ class Awaited(Chosen):
         plain = dataclasses.replace(state, drafter_state=())
         calls = [
             (compiled.run_rounds, (params, parts, state, *numbers), self._loop.rounds_static(parts.drafter)),
-            (compiled.catch_up, (params, parts, plain), self._catch_up_static(state)),
+            (compiled.catch_up, (params, parts, plain), self._catch_up_static(state.capacity)),
         ]
         self._keys = [self._loop.executables.key(function, *args, **its) for function, args, its in calls]
         return [*calls, (compiled.prefill, (params, parts, request), static)]
 
-    def _catch_up_static(self, state: DecodeState) -> dict[str, Any]:
-        size = buckets.prefill_chunk_size(state.capacity, self._loop.platform)
-        return {"config": self._loop.config, "chunk_size": min(size, state.capacity)}
+    def _catch_up_static(self, capacity: int) -> dict[str, Any]:
+        static = self._loop.prefill_static(capacity)
+        return {name: static[name] for name in ("config", "chunk_size")}
 
     def caches(self, state: DecodeState) -> Caches:
         return Caches(state.cache) if self._waits else super().caches(state)
@@ -230,16 +218,15 @@ class Awaited(Chosen):
     ) -> tuple[DecodeState, Emitted]:
         executables = self._loop.executables
         if self._waits and not self._grown and self._keys and all(map(executables.ready, self._keys)):
-            own = executables.call(compiled.catch_up, params, parts, state, **self._catch_up_static(state))
+            own = executables.call(
+                compiled.catch_up, params, parts, state, **self._catch_up_static(state.capacity)
+            )
             state, self._waits = dataclasses.replace(state, drafter_state=own), False
-        if not self._waits:
-            return super().rounds(params, parts, state, turn)
-        plain = dataclasses.replace(parts, drafter=self._plain)
-        return Always.rounds(self, Weights(params.target), plain, state, turn)
+        return super().rounds(params, parts, state, turn)
 
-    def learn(self, gained: Sequence[Sequence[Token]]) -> None:
+    def learn(self) -> None:
         if not self._waits:
-            super().learn(gained)
+            super().learn()
 
 
 def expectations(drafter: Choosing, names: Sequence[str]) -> tuple[Expected, ...]:

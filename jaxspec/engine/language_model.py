@@ -872,18 +872,20 @@ class LanguageModel:
             )
         return method
 
-    def _resources(self, distributions: tuple[str, ...], directory: Path | None) -> Resources:
-        drafts = self._drafts
+    def _resources(
+        self, distributions: tuple[str, ...], directory: Path | None, target: LoadedModel
+    ) -> Resources:
         return Resources(
-            *(
-                drafts.load,
-                self.encode,
-                directory,
-                distributions,
-                self.platform,
-                drafts.load_head,
-                drafts.quantised,
-            )
+            self._drafts.load,
+            self.encode,
+            directory,
+            distributions,
+            self.platform,
+            self._drafts.load_head,
+            self._drafts.quantised,
+            functools.partial(head_check.first_accepted, self),
+            self.step_costs,
+            lambda: self._learnt_of(target).before,
         )
 
     def _auto(self, method: Auto, distributions: tuple[str, ...], target: LoadedModel) -> AutoDrafter:
@@ -896,20 +898,15 @@ class LanguageModel:
         with contextlib.suppress(TypeError):  # an option that cannot be a key
             if key in self._autos:
                 return self._autos[key]
-        learnt = self._learnt if target is self.loaded else self._exact_learnt
-        resources = self._resources(key[1], self.directory)
-        resources = dataclasses.replace(
-            resources,
-            costs=self.step_costs,
-            seen=learnt.before,
-            first_accepted=functools.partial(head_check.first_accepted, self),
-        )
+        resources = self._resources(key[1], self.directory, target)
         candidates = method.candidates(target, resources)
         drafter, params = method.built(candidates, target, resources)
         if self.mesh is None:  # otherwise each call of the loop would transfer the drafter's arrays again
             drafter = jax.device_put(drafter, self.device)
         names = tuple(one.name if one.offered else None for one in candidates)
-        made = AutoDrafter(drafter, params, tuple(one.name for one in candidates), names, learnt)
+        made = AutoDrafter(
+            drafter, params, tuple(one.name for one in candidates), names, self._learnt_of(target)
+        )
         with contextlib.suppress(TypeError):
             while len(self._autos) >= MAX_PROGRAMS:
                 del self._autos[next(iter(self._autos))]
@@ -919,6 +916,9 @@ class LanguageModel:
     @functools.cached_property
     def _autos(self) -> dict[Any, AutoDrafter]:
         return {}
+
+    def _learnt_of(self, target: LoadedModel) -> Learnt:
+        return self._learnt if target is self.loaded else self._exact_learnt
 
     @functools.cached_property
     def _learnt(self) -> Learnt:
@@ -960,7 +960,9 @@ class LanguageModel:
           ['ngram', 'suffix']
         """
         with needed():
-            return method.candidates(self.loaded, self._resources(distributions, self.directory))
+            resources = self._resources(distributions, self.directory, self.loaded)
+            # The caller measures the candidates itself.
+            return method.candidates(self.loaded, dataclasses.replace(resources, first_accepted=None))
 
     def _parts(
         self,
@@ -972,11 +974,7 @@ class LanguageModel:
         """Returns the drafter of a method for a target, or the drafter given, and the parameters of the loop."""
         drafter: Any
         if isinstance(method, Method):
-            resources = self._resources(distributions, directory)
-            resources = dataclasses.replace(
-                resources, first_accepted=functools.partial(head_check.first_accepted, self)
-            )
-            drafter, params = method.build(target, resources)
+            drafter, params = method.build(target, self._resources(distributions, directory, target))
         else:
             drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
             if target.config.exact and getattr(drafter, "config", None) == self.config:

@@ -352,21 +352,23 @@ class Session:
         self._parts = self._parts_of(requests)
         arguments, static = self._first_arguments(requests)
         arguments += self._caches([None if held is None else held.index for held in first], arguments[2])
+        self.strategy.begin(*arguments, **static)
+        arguments = (*self.strategy.running(*arguments[:2]), *arguments[2:])
         if (
             self.loop.mesh is None
             and not self._joins
             and any(request.max_new_tokens > 1 for request in requests)
             and not self._executables.ready(self._executables.key(compiled.prefill, *arguments, **static))
-            and not self.strategy.can_await
         ):
             # The loop is made ready in the background during the prefill.
             state, _ = self._executables.shapes(compiled.prefill, *arguments, **static)
             self._prepare_rounds(state)
-        self._state, emitted = self.strategy.begin(*arguments, **static)
+        self._state, emitted = self._executables.call(compiled.prefill, *arguments, **static)
         updates = self._updates(emitted, list(enumerate(range(len(first)))), begins=True)
-        if any(row is not None for row in self._rows) and not self.strategy.awaits and not self._joins:
+        if any(row is not None for row in self._rows) and not self._joins:
             # The loop is compiled before the first token is returned, so that the text continues without a pause.
-            rounds, static = self.loop.rounds(self._params, self._parts, self._state, 0, self._halt)
+            running = self.strategy.running(self._params, self._parts)
+            rounds, static = self.loop.rounds(*running, self._state, 0, self._halt)
             self._executables.compiled(compiled.run_rounds, *rounds, **static)
         return updates
 
@@ -626,23 +628,16 @@ class Session:
         longest, reach = int(self._lengths.max()), self._drafter.reach
         if buckets.must_grow(longest, reach, self.capacity):
             self._grow(self.capacity + 1)
-        elif (
-            self.loop.mesh is None
-            and not self.strategy.awaits
-            and buckets.may_grow(longest, self._unfinished(), reach, self.capacity)
-        ):
+        elif self.loop.mesh is None and buckets.may_grow(longest, self._unfinished(), reach, self.capacity):
             self._prepare_next(self._state)
         limits = [
             len(held.request.prompt) + held.request.max_new_tokens if held else 0 for held in self._rows
         ]
         remaining = np.maximum(np.array(limits) - self._lengths, 0)
-        turn = Turn(max_rounds, self._halt, self._lengths.copy(), remaining)
+        turn = Turn(max_rounds, self._halt, remaining)
         self._state, emitted = self.strategy.rounds(self._params, self._parts, self._state, turn)
         updates = self._updates(emitted, list(enumerate(range(len(self._rows)))))
-        gained: list[list[Token]] = [[] for _ in self._rows]
-        for update in updates:
-            gained[update.row] = update.tokens
-        self.strategy.learn(gained)
+        self.strategy.learn()
         return updates
 
     def _prefill_arguments(
@@ -702,7 +697,8 @@ class Session:
     def _rounds_of(self, state: Any, parts: Parts) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the loop for a state of these shapes, traced and static."""
         numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(state.done.shape, bool)
-        return (self._params, parts, state, *numbers), self.loop.rounds_static(self._drafter)
+        running = self.strategy.running(self._params, parts)
+        return (*running, state, *numbers), self.loop.rounds_static(self._drafter)
 
     def _parts_of(self, requests: Sequence[RowRequest]) -> Parts:
         reported = np.array([request.log_probs for request in requests])
@@ -735,7 +731,7 @@ class Session:
             stats = jax.tree.map(lambda leaf, at=at: leaf[at], host.stats)
             tokens = _tokens_of(host, at, held.request.log_probs)
             if begins:
-                self.strategy.begin_row(row, [*held.request.prompt, *(token.id for token in tokens)])
+                self.strategy.begin_row(row)
             done, broken = bool(host.done[at]), bool(host.broken[at])
             reused = held.request.start
             updates.append(Update(held.index, row, tokens, done, broken, stats, held.began, reused))

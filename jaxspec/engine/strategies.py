@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.engine import compiled
 from jaxspec.engine.compiled import Loop
-from jaxspec.engine.results import Expected, Token
+from jaxspec.engine.results import Expected
 from jaxspec.host import processes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter, Weights
@@ -25,13 +24,11 @@ class Turn(NamedTuple):
     Attributes:
       max_rounds: the most rounds to run.
       halt: bool[B], the rows to end before the first round.
-      lengths: int[B], the committed tokens of each row.
       remaining: int[B], the tokens that each row may still gain; 0 for a row without an unfinished text.
     """
 
     max_rounds: int
     halt: np.ndarray
-    lengths: np.ndarray
     remaining: np.ndarray
 
 
@@ -66,38 +63,24 @@ class Strategy(abc.ABC):
         """The prices of the choice, see `Result.prices`."""
         return None
 
-    @property
-    def can_await(self) -> bool:
-        """Whether `awaits` may become true."""
-        return False
-
-    @property
-    def awaits(self) -> bool:
-        """Whether another drafter drafts until the programs of `drafter` are compiled, see `Awaited`."""
-        return False
-
     def drafted_by(self, row: int) -> str:
         """Returns `Result.drafted_by` of the text in a row."""
         return self.name
 
-    def begin(
-        self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any
-    ) -> tuple[DecodeState, Emitted]:
-        """Prefills the first texts of the batch; the arguments are those of `compiled.prefill`.
+    def begin(self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any) -> None:
+        """Takes note of the first prefill of the batch; the arguments are those of `compiled.prefill`."""
+        return
 
-        If the texts continue from earlier ones, there is one `caches`: the result of the method `caches` for those.
-        """
-        begun: tuple[DecodeState, Emitted] = self._loop.executables.call(
-            compiled.prefill, params, parts, request, *caches, **static
-        )
-        return begun
+    def running(self, params: Weights, parts: Parts) -> tuple[Weights, Parts]:
+        """Returns the arguments of the next call: those of `drafter`, unless its program is awaited, see `Awaited`."""
+        return params, parts
 
     def caches(self, state: DecodeState) -> Caches:
         """Returns the caches of the batch, from which later texts can continue by the same method."""
         return Caches(state.cache, self.drafter.absorbed(state.drafter_state))
 
-    def begin_row(self, row: int, tokens: Sequence[int]) -> None:
-        """Takes note of a text that begins in a row: its prompt and its first token."""
+    def begin_row(self, row: int) -> None:
+        """Takes note of a text that begins in a row."""
         return
 
     def changed(self) -> None:
@@ -119,8 +102,8 @@ class Strategy(abc.ABC):
           turn: the numbers of this call.
         """
 
-    def learn(self, gained: Sequence[Sequence[Token]]) -> None:
-        """Takes note of the tokens that each row gained in the last call of `rounds`, once the host has read them."""
+    def learn(self) -> None:
+        """Takes note of the last call of `rounds`, once the host has read its tokens."""
         return
 
     def end(self) -> None:
@@ -138,7 +121,8 @@ class Always(Strategy):
     def rounds(
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
     ) -> tuple[DecodeState, Emitted]:
-        arguments, static = self._loop.rounds(params, parts, state, turn.max_rounds, turn.halt)
+        running = self.running(params, parts)
+        arguments, static = self._loop.rounds(*running, state, turn.max_rounds, turn.halt)
         result: tuple[DecodeState, Emitted] = self._loop.executables.call(
             compiled.run_rounds, *arguments, **static
         )
@@ -158,7 +142,7 @@ class Specialised(Always):
         self._special: Drafter | None = None
         self._live: np.ndarray | None = None
 
-    def begin_row(self, row: int, tokens: Sequence[int]) -> None:
+    def begin_row(self, row: int) -> None:
         self._live = None
 
     def rounds(

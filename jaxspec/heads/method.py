@@ -37,7 +37,6 @@ class HeadMethod(ChainMethod):
       Eagle3(num_draft_tokens=7, draft='head')
     """
 
-    head_rank: ClassVar[int] = 1
     # Whether `auto` and `hybrid` may choose the method by themselves.
     may_pay: ClassVar[bool] = False
     # The number of draft tokens, from the first, that a target accepts from a head of any model.

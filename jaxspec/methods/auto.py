@@ -138,13 +138,13 @@ class Auto(DraftingMethod):
             prices = price_file.read_prices(self.prices, target.fingerprint, names, widths, longest)
         else:
             costs = resources.costs or guessed(target.config.num_layers, guessed_row(resources.platform))
-            expected, accept = self._measured(target, resources), []
+            expected, seen, accept = self._measured(target, resources), resources.seen(), []
             for one in candidates:
                 known: Sequence[float] = _LOOKUP
                 if not one.cost.copies:
                     found = expected.get(one.name, one.expected) if one.offered else one.expected
                     known = _UNKNOWN if found is None else found.accept
-                accept.append(informed(known, resources.seen.get(one.name) if one.offered else None))
+                accept.append(informed(known, seen.get(one.name) if one.offered else None))
             trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
             given = costs, _works(candidates), trees, widths, longest, accept
             prices = measured_prices(*given, one_width=resources.platform != "cpu")

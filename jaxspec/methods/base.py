@@ -75,8 +75,6 @@ class Method:
       compared: whether `jaxspec compare` and `bench` measure it by default. A method with `needs` is measured only if
         it is named.
       min_layers: the smallest number of layers of a target.
-      head_rank: 0 for a method without a trained head. If a model has several heads, `hybrid` offers the one with the
-        highest rank.
 
     Examples:
       >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,6 @@ class Method:
     composite: ClassVar[bool] = False
     compared: ClassVar[bool] = True
     min_layers: ClassVar[int] = 1
-    head_rank: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         hints = _hints(type(self))  # type: ignore[arg-type]

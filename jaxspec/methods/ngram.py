@@ -73,7 +73,7 @@ class NGram(DraftingMethod):
         return (cls(),)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of a lookup, which can be replayed with the default search options."""
+        """Returns the cost of a lookup."""
         from jaxspec.choosing.costs import DraftCost
 
-        return DraftCost(lookup=True, replayed=set(self.given) <= {"num_draft_tokens"})
+        return DraftCost(lookup=True)

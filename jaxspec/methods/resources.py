@@ -253,7 +253,7 @@ class Resources:
       load_head: (directory or hub id of a head, target) → the head, checked to fit.
       quantise: (model, 8 or 4 bits) → a copy with quantised weights, checked to fit.
       costs: the measured costs of steps, for `auto`; None if there are none.
-      seen: accepted and rejected draft tokens by position in earlier texts, float[K, 2], by candidate of `auto`.
+      seen: () → accepted and rejected draft tokens by position in earlier texts, float[K, 2], by candidate of `auto`.
       first_accepted: (directory of a head, its drafter, its parameters, N) → the share of drafts of which the target
         accepts more than N tokens in a short text, or None if it cannot be measured. None: heads are not measured.
 
@@ -272,4 +272,4 @@ class Resources:
     quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
     first_accepted: Callable[[FilePath, Drafter, Params, int], float | None] | None = None
     costs: StepCosts | None = None
-    seen: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    seen: Callable[[], Mapping[str, np.ndarray]] = dict

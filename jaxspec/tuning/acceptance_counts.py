@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.choosing import beliefs
+import numpy as np
+
 from jaxspec.choosing.beliefs import Expectation
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import played_rounds
@@ -15,6 +16,10 @@ from jaxspec.methods.base import Candidate
 
 # Decimals in the file; an estimate from a few texts is not more precise.
 _DIGITS = 3
+# Draft tokens as which a measured expectation counts: texts differ, so the rounds of a text soon outweigh it.
+_BELIEVED = 5.0
+# Shares of positions that no draft reached are 1.
+_EDGE = 1e-3
 
 
 @shows_progress
@@ -70,23 +75,37 @@ def fitted(played: Mapping[str, Sequence[Sequence[tuple[int, int]]]]) -> dict[st
       >>> fitted({"eagle": [[(2, 1), (2, 2), (2, 0)]] * 9})["eagle"].accept
       (0.65, 0.5)
     """
-    expected = {}
-    for name, texts in played.items():
-        # A method without drafts is treated as if it had drafted one token per round that was always rejected.
-        longest = max([1, *(drafted for rounds in texts for drafted, _ in rounds)])
-        nothing = beliefs.no_counts(len(texts), 1, longest)
-        # The end of the text may cut the last draft short; that does not count against the drafter.
-        before, last = (
-            [rounds[:-1] for rounds in texts],
-            [[one for one in rounds[-1:] if one[0]] for rounds in texts],
-        )
-        if not any(rounds for texts in (before, last) for rounds in texts):
-            continue  # no rounds were measured
-        seen = beliefs.with_rounds(nothing, 0, before, asked=longest)
-        seen = beliefs.with_rounds(seen, 0, last)
-        (one,) = beliefs.fitted(seen)
-        expected[name] = Expectation(_rounded(one.accept), one.strength, _rounded(one.draft))
-    return expected
+    return {name: _expectation(texts) for name, texts in played.items() if any(map(_complete, texts))}
+
+
+def _complete(rounds: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Leaves out a last round without a draft, which the end of the text may have prevented."""
+    return rounds if rounds and rounds[-1][0] else rounds[:-1]
+
+
+def _expectation(texts: Sequence[Sequence[tuple[int, int]]]) -> Expectation:
+    """Fits an expectation to (draft tokens, accepted tokens) of the rounds of some texts.
+
+    A round with d draft tokens of which k are accepted shows that positions 0 … k − 1 were right and, where k < d, that
+    position k was wrong. It shows nothing about later positions.
+    """
+    # A method without drafts is treated as if it had drafted one token per round that was always rejected.
+    longest = max([1, *(drafted for rounds in texts for drafted, _ in rounds)])
+    # By text and position: (accepted, rejected) draft tokens, and drafts that (continued, ended) there.
+    accept, draft = np.zeros((2, len(texts), longest, 2))
+    at = np.arange(longest)
+    for number, rounds in enumerate(map(_complete, texts)):
+        last = len(rounds) == len(texts[number])
+        for left, (drafted, accepted) in zip(range(len(rounds) - 1, -1, -1), rounds, strict=True):
+            # The end of the text may cut the last draft short; that does not count against the drafter. Any other
+            # draft that ends early counts as rejected at its end.
+            most = drafted if last and not left else longest
+            accept[number] += np.stack([at < accepted, (at == accepted) & (accepted < most)], axis=-1)
+            draft[number] += np.stack([at < drafted, (at == drafted) & (drafted < most)], axis=-1)
+    shares = [(of[..., 0].sum(axis=0) + _EDGE) / (of.sum(axis=(0, -1)) + _EDGE) for of in (accept, draft)]
+    shown = (accept.sum(axis=-1) > 0).sum(axis=0)
+    # Half an acceptance and half a rejection more, so that nothing is certain.
+    return Expectation(_rounded((shares[0] * shown + 0.5) / (shown + 1)), _BELIEVED, _rounded(shares[1]))
 
 
 def _counted(rounds: Sequence[tuple[int, int]]) -> dict[str, Any]:

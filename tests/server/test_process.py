@@ -115,6 +115,8 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
         (("--request-timeout-seconds", "inf"), "is inf; give a number of at least 1"),
         (("--port", 70000), "--port is 70000"),
         (("--api-key", "schlüssel"), "--api-key has"),
+        (("--methods", "ngram,nope"), "unknown method 'nope'"),
+        (("--run", "ngram --exit-layer 3"), "method ngram has no option"),
         (
             ("--host", "no.such.host.invalid", "--api-key", "x"),
             "cannot use port 8000 of no.such.host.invalid",

@@ -45,4 +45,3 @@ class Eagle3(Eagle):
 
     name: ClassVar[str] = "eagle3"
     needs: ClassVar[str] = "an EAGLE-3 head: draft=DIR, or heads/eagle3 beside the model"
-    head_rank: ClassVar[int] = 2
