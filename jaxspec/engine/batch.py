@@ -30,7 +30,8 @@ from jaxspec.methods import registry
 from jaxspec.methods.acceptors import LOSSY
 
 if TYPE_CHECKING:
-    from jaxspec.engine.language_model import AnyMethod, LanguageModel
+    from jaxspec.engine.drafters import AnyMethod
+    from jaxspec.engine.language_model import LanguageModel
 
 # Texts that are read ahead, per row: so that a free row finds a request of its group. Because their number is limited,
 # and the largest group runs, a small group runs when enough of its requests have been read, or the others have ended.

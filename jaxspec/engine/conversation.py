@@ -5,21 +5,20 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxspec.engine.drafters import AnyMethod
 from jaxspec.engine.generation_options import GenerationOptions
 from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.prefix import Prefix
+from jaxspec.engine.prepare import STREAM_ROUNDS, Preparation
 from jaxspec.engine.requests import Message, batch_of, template_variables
 from jaxspec.engine.results import Piece, Result, Statistics
 from jaxspec.engine.session import Session
 from jaxspec.host.arguments import whole
 
-if TYPE_CHECKING:
-    from jaxspec.engine.language_model import AnyMethod, LanguageModel
-
-# The token budget of an answer if `max_new_tokens` is not given, and the most rounds between two pieces.
-DEFAULT_ANSWER, STREAM_ROUNDS = 512, 8
+# The token budget of an answer if `max_new_tokens` is not given.
+DEFAULT_ANSWER = 512
 
 
 class Conversation:
@@ -31,7 +30,7 @@ class Conversation:
     their reasoning, or if the caller changes them, more tokens are fed.
 
     Args:
-      lm: the model.
+      preparation: makes the sessions of the model.
       method: the method, as `generate` takes it, made with its options.
       options: the options of all turns. `max_new_tokens` is by default 512, and at most what the context leaves.
       system: a system prompt; None for none.
@@ -52,12 +51,16 @@ class Conversation:
     """
 
     def __init__(
-        self, lm: LanguageModel, method: AnyMethod, options: GenerationOptions, system: str | None = None
+        self,
+        preparation: Preparation,
+        method: AnyMethod,
+        options: GenerationOptions,
+        system: str | None = None,
     ) -> None:
         if options.n != 1:
             raise ValueError(f"n is {options.n}; a turn of a conversation has 1 answer")
         template_variables(options.chat_template_kwargs)  # raises
-        self._lm, self._options = lm, options
+        self._preparation, self._model, self._options = preparation, preparation.model, options
         self.use(method)
         self._session: Session | None = None
         self._pieces = self._answer([], iter(()))
@@ -93,7 +96,7 @@ class Conversation:
           ValueError, FileNotFoundError: as `generate`; the method is not changed then.
         """
         with needed():
-            made = self._lm._made(method, options)
+            made = self._preparation.drafters.made(method, options)
             self._start([0], made)  # raises
         self._method = made
 
@@ -135,10 +138,10 @@ class Conversation:
         """
         (messages,), _ = batch_of(None, [*self.messages, {"role": "user", "content": text}])
         with needed():
-            prompt = self._lm.encode(
+            prompt = self._model.encode(
                 messages,
                 chat_template_kwargs=self._options.chat_template_kwargs,
-                most_tokens=self._lm.config.context_length,
+                most_tokens=self._model.config.context_length,
             )
             self._pieces.close()
             prefix = None if self._session is None else self._session.prefix()
@@ -152,8 +155,8 @@ class Conversation:
     def _start(
         self, prompt: list[int], method: AnyMethod, prefix: Prefix | None = None
     ) -> tuple[Session, Iterator[Piece]]:
-        """Returns the session of a turn and its pieces; see `LanguageModel._start`."""
-        context = self._lm.config.context_length
+        """Returns the session of a turn and its pieces; see `Preparation.start`."""
+        context = self._model.config.context_length
         if len(prompt) >= context:
             raise ValueError(
                 f"the conversation has {len(prompt)} tokens, the model's context is {context}; begin another one"
@@ -171,7 +174,7 @@ class Conversation:
             chat=False,
             chat_template_kwargs=None,
         )
-        return self._lm._start(STREAM_ROUNDS, prompt, None, None, method, options, prefix)[:2]
+        return self._preparation.start(STREAM_ROUNDS, prompt, None, None, method, options, prefix)[:2]
 
     def _answer(self, messages: list[Message], pieces: Iterator[Piece]) -> Generator[Piece, None, None]:
         text, turn = "", len(self.statistics)

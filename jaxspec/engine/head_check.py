@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jaxspec.engine.model import Model
+from jaxspec.engine.results import Result
 from jaxspec.host.user_cache import keep, kept, user_cache
 from jaxspec.methods.resources import FilePath
 from jaxspec.protocol import Drafter
-
-if TYPE_CHECKING:
-    from jaxspec.engine.language_model import LanguageModel
 
 _PROMPT = "If Tom has 3 boxes with 12 apples each, how many apples does he have? Explain each step."
 _NUM_TOKENS = 64
 
 
 def first_accepted(
-    lm: LanguageModel, path: FilePath, drafter: Drafter, params: Any, num_certain: int = 0
+    model: Model,
+    generate: Callable[..., Result],
+    path: FilePath,
+    drafter: Drafter,
+    params: Any,
+    num_certain: int = 0,
 ) -> float | None:
     """Returns the share of a head's drafts whose first uncertain token the model accepts in a short greedy text.
 
     The result is kept in the user's cache, by the model's fingerprint and precision, and the head's files.
 
     Args:
-      lm: the model.
+      model: the model.
+      generate: its `LanguageModel.generate`.
       path: the head's directory or hub id.
       drafter: the head's drafter.
       params: its parameters.
@@ -34,14 +40,14 @@ def first_accepted(
     Returns:
       The share; None for a model without a tokenizer, or on a mesh.
     """
-    if lm.tokenizer is None or lm.mesh is not None:
+    if model.tokenizer is None or model.mesh is not None:
         return None
-    file = _file((lm.fingerprint, lm.precision), Path(path))
+    file = _file((model.fingerprint, model.precision), Path(path))
     found = kept(file)
     if isinstance(found, dict) and isinstance(found.get("first_accepted"), float):
         return float(found["first_accepted"])
-    chat = lm.tokenizer.has_chat_template
-    result = lm.generate(
+    chat = model.tokenizer.has_chat_template
+    result = generate(
         _PROMPT,
         method=(drafter, params),
         chat=chat,

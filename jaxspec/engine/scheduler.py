@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from jaxspec.engine.conversation import STREAM_ROUNDS
+from jaxspec.engine.drafters import AnyMethod
 from jaxspec.engine.generation_options import GenerationOptions
 from jaxspec.engine.jax_settings import needed
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.engine.prepare import STREAM_ROUNDS, acceptor_of
 from jaxspec.engine.requests import RowRequest, needs_sampling
 from jaxspec.engine.results import Piece, Result
 from jaxspec.engine.row import Texts
@@ -18,9 +20,6 @@ from jaxspec.host import processes
 from jaxspec.host.arguments import whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
-
-if TYPE_CHECKING:
-    from jaxspec.engine.language_model import AnyMethod, LanguageModel
 
 # The groups without requests whose drafters are kept for later requests.
 IDLE_GROUPS = 16
@@ -165,18 +164,18 @@ class Scheduler:
         }.items():
             if name in options:
                 raise ValueError(f"a request has no option {name}; {instead}")
-        lm = self._lm
+        preparation = self._lm.preparation
         with needed():
-            made, common = lm._read(method, None, options)
+            made, common = preparation.read(method, None, options)
             common = dataclasses.replace(common, max_batch=self._max_batch)
-            requests, stops, single = lm._read_requests(prompt, messages, None, common)
+            requests, stops, single = preparation.requests(prompt, messages, None, common)
             if not single:
                 raise ValueError(f"got {len(requests)} prompts; add them one by one")
             if whole("stream", stream) < 0:
                 raise ValueError(f"stream is {stream}; give at least 0")
             request = dataclasses.replace(requests[0], stream=stream)
             group = self._group(made, common, request)
-        processes.check_same(lm.mesh, "a request", repr((request, stops, common)))
+        processes.check_same(self._lm.mesh, "a request", repr((request, stops, common)))
         number = next(self._numbers)
         group.ids.add(number)
         self._group_of[number] = group
@@ -261,7 +260,7 @@ class Scheduler:
         by_distribution = isinstance(method, Method) and method.by_distribution
         key = (
             _key(method),
-            type(self._lm._acceptor(method, options, [request])),
+            type(acceptor_of(method, options, [request])),
             bool(options.exact),
             Shapes.of([request]),
             needs_sampling([request]),
@@ -271,8 +270,8 @@ class Scheduler:
             idle = [one for one, group in self._groups.items() if not group.ids]
             for one in idle[: len(idle) - IDLE_GROUPS + 1]:
                 del self._groups[one]
-            session = self._lm._session([request], method, options, elastic=True)
-            self._groups[key] = _Group(self._lm._texts(session, options), method)
+            session = self._lm.preparation.session([request], method, options, elastic=True)
+            self._groups[key] = _Group(self._lm.preparation.texts(session, options), method)
         # A row needs its own cache while its prompt is fed.
         self._groups[key].texts.session.check_memory([request], 1)
         return self._groups[key]

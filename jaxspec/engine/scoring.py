@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxspec.engine import buckets, compiled
 from jaxspec.engine.compiled import Loop
+from jaxspec.engine.model import Model
+from jaxspec.engine.requests import is_text_or_ids
 from jaxspec.engine.results import Score
+from jaxspec.host.messages import shown
 from jaxspec.model.llama import Params
 from jaxspec.model.sharding import fetched
 
@@ -49,3 +53,42 @@ def scores(
             log_probs, top_tokens, top_log_probs = (one[row, scored].tolist() for one in numbers)
             found[index] = Score(list(texts[index][1][scored]), log_probs, top_tokens, top_log_probs)
     return [score for score in found if score is not None]
+
+
+def context_and_whole(model: Model, index: int, context: Any, continuation: Any) -> tuple[int, list[int]]:
+    """Returns the number of tokens of a context, and its tokens with those of its continuation."""
+    if not (is_text_or_ids(context) and is_text_or_ids(continuation)):
+        raise ValueError(f"contexts[{index}] or its continuation is messages; give texts or token ids")
+    if isinstance(context, str) != isinstance(continuation, str):
+        raise ValueError(
+            f"contexts[{index}] is {shown(context)} and its continuation {shown(continuation)}; give both as "
+            "texts or both as token ids"
+        )
+    if isinstance(context, str):
+        own, tokens = model.encode(context), model.encode(context + continuation)
+        size = len(own)
+        if tokens[:size] != own:
+            end, rest = shown(context[-20:]), shown(continuation[:20])
+            raise ValueError(
+                f"contexts[{index}] ends inside a token of the whole text, between {end} and {rest}; divide the "
+                "text elsewhere, in most vocabularies before a space, or give token ids"
+            )
+    else:
+        size, tokens = len(context), [*context, *continuation]
+    if not 0 < size < len(tokens):
+        raise ValueError(
+            f"contexts[{index}] has {size} tokens, {len(tokens)} with its continuation; give at least one token "
+            "each"
+        )
+    outside = next((token for token in tokens if not 0 <= token < model.config.vocab_size), None)
+    if outside is not None:
+        raise ValueError(
+            f"token id {outside} of contexts[{index}] or its continuation is outside the vocabulary; ids are "
+            f"from 0 to {model.config.vocab_size - 1}"
+        )
+    if len(tokens) > model.config.context_length + 1:
+        raise ValueError(
+            f"contexts[{index}] and its continuation have {len(tokens)} tokens, the model's context is "
+            f"{model.config.context_length}; shorten the context"
+        )
+    return size, tokens

@@ -18,7 +18,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs, postprocess_generated_text
 
-from jaxspec.engine.language_model import AnyMethod, LanguageModel, load
+from jaxspec.engine.drafters import AnyMethod
+from jaxspec.engine.language_model import LanguageModel, load
 
 # The arguments of `load` that `--model_args` may contain; others belong to the method.
 _LOADING = ("dtype", "weights", "mesh", "chat_template", "compilation_cache", "prefix_cache")

@@ -209,7 +209,7 @@ def test_a_model_is_loaded_in_the_faster_form(monkeypatch, tmp_path, stored, fas
     ):
         rows = lm.generate(prompts, max_new_tokens=12, **options)
         assert [row.tokens for row in rows] == plain, options
-    (draft,) = lm._drafts._loaded.values()
+    (draft,) = lm.drafts._loaded.values()
     assert draft.rounds_activations == faster
 
 

@@ -28,6 +28,7 @@ PUBLIC = (
     *sorted(ROOT.glob("jaxspec/heads/*/method.py")),
     "jaxspec/testing",
     "jaxspec/engine/language_model.py",
+    "jaxspec/engine/model.py",
     "jaxspec/engine/conversation.py",
     "jaxspec/engine/results.py",
     "jaxspec/engine/scheduler.py",
@@ -37,7 +38,7 @@ PUBLIC = (
     "jaxspec/console/docs.py",
 )
 # The methods that a user calls; those of any other class share its example.
-OWN = {"LanguageModel": ("generate", "stream", "encode")}
+OWN = {"LanguageModel": ("generate", "stream"), "Model": ("encode",)}
 
 
 def files() -> list[Path]:

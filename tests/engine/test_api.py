@@ -250,7 +250,7 @@ def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):
     """Also those of method `auto`, whose drafters are kept."""
     monkeypatch.setattr(module, "_USED", type(module._USED)())
     monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-    monkeypatch.setattr("jaxspec.engine.language_model.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("jaxspec.engine.drafters.MAX_PROGRAMS", 2)
     lm, prompt = tiny.language_model(), (7, 1, 7, 1, 7, 1, 7, 2)
     for number in (1, 2, 3):
         for method in ("auto", "ngram"):
@@ -260,7 +260,7 @@ def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):
             lm.executables.wait()
     assert lm.executables.num_dropped > 0
     assert len(lm.executables._futures) <= 4
-    assert len(lm._autos) == 2
+    assert len(lm.autos) == 2
 
 
 @pytest.mark.parametrize("how", ["prepare", "variant"])

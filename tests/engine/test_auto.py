@@ -194,7 +194,7 @@ def test_of_other_heads_and_options_nothing_is_learnt(lm):
     """Their names are those of the candidates that the model offers."""
     result = lm.generate([list(PROMPT)] * 2, method=Auto(among=(NGram(ngram_max=2),)), **LONG)[0]
     assert "ngram in" in result.drafted_by
-    auto = lm._auto(Auto(among=(NGram(ngram_max=2),)), ("greedy",), lm.loaded)
+    auto = lm.preparation.drafters.auto(Auto(among=(NGram(ngram_max=2),)), ("greedy",), lm.loaded)
     assert (auto.names, auto.learns) == (("ngram",), (None,))
 
 

@@ -551,17 +551,19 @@ def test_the_measurement_of_a_head_is_kept(model, tmp_path, monkeypatch):
     head = write(tmp_path / "head", eagle3())
     drafter, params = model.drafter("eagle3", draft=str(head))
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    share = head_check.first_accepted(model, str(head), drafter, params)
+    share = head_check.first_accepted(model, model.generate, str(head), drafter, params)
     assert share is not None
     assert 0 <= share <= 1
     (kept,) = (tmp_path / "cache" / "heads").iterdir()
     kept.write_text('{"first_accepted": 0.125}')
-    assert head_check.first_accepted(model, str(head), drafter, params) == 0.125
+    assert head_check.first_accepted(model, model.generate, str(head), drafter, params) == 0.125
     kept.write_text("{")  # damaged
-    assert head_check.first_accepted(model, str(head), drafter, params) == share
+    assert head_check.first_accepted(model, model.generate, str(head), drafter, params) == share
     kept.write_text('{"first_accepted": 0.125}')
     write(head, (eagle3()[0] | {"jaxspec": {"target": "0123"}}, eagle3()[1]))
-    assert head_check.first_accepted(model, str(head), drafter, params) == share  # of other files
+    assert (
+        head_check.first_accepted(model, model.generate, str(head), drafter, params) == share
+    )  # of other files
 
 
 def test_a_head_is_found_beside_its_model(model, tmp_path):

@@ -101,9 +101,9 @@ def test_a_draft_that_is_the_target_but_for_padding_is_accepted_whole():
 
 def test_a_draft_keeps_its_name_in_files():
     lm, draft = model(TOKENS), model(PADDED)
-    fitted = lm._drafts.load(draft)
+    fitted = lm.drafts.load(draft)
     assert fitted.fingerprint == draft.fingerprint
-    assert fitted is lm._drafts.load(draft)
+    assert fitted is lm.drafts.load(draft)
     assert fitted.until(1).fingerprint == draft.loaded.until(1).fingerprint
 
 

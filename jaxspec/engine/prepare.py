@@ -1,0 +1,225 @@
+"""From the arguments of a call to its session: for `generate`, `stream`, `chat`, warm-up and the scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxspec.engine.auto import Awaited, Chosen
+from jaxspec.engine.drafters import AnyMethod, Drafters
+from jaxspec.engine.generation_options import GenerationOptions, split
+from jaxspec.engine.model import NO_TEMPLATE, Model
+from jaxspec.engine.prefix import Prefix
+from jaxspec.engine.requests import (
+    RowRequest,
+    Stops,
+    batch_of,
+    is_text_or_ids,
+    needs_sampling,
+    requests_of,
+    stops_of,
+    template_variables,
+    unpadded,
+    warn_of_no_effect,
+)
+from jaxspec.engine.results import Piece
+from jaxspec.engine.row import Texts
+from jaxspec.engine.session import Session
+from jaxspec.engine.strategies import Strategy, for_drafter
+from jaxspec.host import processes
+from jaxspec.host.arguments import flag, whole
+from jaxspec.io.hf.generation_json import Rules
+from jaxspec.io.methods.method_files import distribution_name
+from jaxspec.methods import Method, registry
+from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
+from jaxspec.methods.auto import Auto
+from jaxspec.protocol import Acceptor, Weights
+
+# The most rounds between two host polls: of a stream, and of a text whose pieces nobody reads.
+STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
+# The options that define the sampling distribution.
+_DISTRIBUTION = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+class Preparation:
+    """Makes the sessions of a model from the arguments of its calls.
+
+    Args:
+      model: the model.
+      drafters: makes its drafters.
+
+    Attributes:
+      model, drafters: as given.
+    """
+
+    def __init__(self, model: Model, drafters: Drafters) -> None:
+        self.model, self.drafters = model, drafters
+
+    @property
+    def _pad_ids(self) -> set[int]:
+        """The tokens that callers may pad with: the padding token, and the end-of-text tokens, a common substitute."""
+        tokenizer = self.model.tokenizer
+        pad = None if tokenizer is None else tokenizer.pad_id
+        return {*self.model.config.eos_token_ids, *(() if pad is None else (pad,))}
+
+    def read(
+        self, method: AnyMethod | None, options: GenerationOptions | None, given: Mapping[str, Any]
+    ) -> tuple[AnyMethod, GenerationOptions]:
+        """Returns the method of a call, made with its options, and the other options."""
+        common, rest = split(options, given)
+        return self.drafters.made(registry.DEFAULT if method is None else method, rest), common
+
+    def start(
+        self,
+        rounds: int,
+        prompts: Any,
+        messages: Any,
+        attention_mask: Any,
+        method: AnyMethod,
+        options: GenerationOptions,
+        prefix: Prefix | None = None,
+    ) -> tuple[Session, Iterator[Piece], bool]:
+        """Checks the arguments of `generate`, and returns its session, its pieces and whether there is a single prompt.
+
+        `rounds`: the most rounds between two host polls, unless stop strings need more polls.
+        """
+        requests, stops, single = self.requests(prompts, messages, attention_mask, options)
+        session = self.session(requests, method, options, prefix)
+        rounds = STREAM_ROUNDS if stops.strings else rounds
+        return session, _run(self.texts(session, options), stops, rounds), single
+
+    def texts(self, session: Session, options: GenerationOptions) -> Texts:
+        """Returns the texts of a session."""
+        lossy = options.acceptor in LOSSY and session.strategy.drafter.num_draft_tokens > 0
+        return Texts(session, self.model.tokenizer, lossy)
+
+    def requests(
+        self, prompts: Any, messages: Any, attention_mask: Any, options: GenerationOptions
+    ) -> tuple[list[RowRequest], Stops, bool]:
+        """Checks the arguments of `generate`, except the method.
+
+        Returns:
+          The requests, their stops, and whether there is a single prompt.
+        """
+        ignore_eos = flag("ignore_eos", options.ignore_eos)
+        log_probs = flag("logprobs", options.logprobs)
+        if flag("exact", options.exact):
+            self.model.check_exact()
+        chat = flag("chat", options.chat)
+        chat_template_kwargs = template_variables(options.chat_template_kwargs)
+        prompts = unpadded(prompts, attention_mask, self._pad_ids)
+        batch, single = batch_of(prompts, messages)
+        special = self.model.tokenizer.special_id if self.model.tokenizer is not None else lambda text: None
+        stops = stops_of(options.stop, options.stop_token_ids, special, self.model.config.vocab_size)
+        if stops.strings and self.model.tokenizer is None:
+            raise ValueError(f"{self.model.name} has no tokenizer; stop strings need one")
+        if chat_template_kwargs and all(is_text_or_ids(one) and not isinstance(one, str) for one in batch):
+            raise ValueError(NO_TEMPLATE)
+        copies = whole("n", options.n)
+        for name, number in {"max_batch": whole("max_batch", options.max_batch), "n": copies}.items():
+            if number < 1:
+                raise ValueError(f"{name} is {number}; give at least 1")
+        given = {name: getattr(options, name) for name in _DISTRIBUTION}
+        requests = requests_of(
+            batch,
+            functools.partial(
+                self.model.encode,
+                chat=chat,
+                chat_template_kwargs=chat_template_kwargs,
+                most_tokens=self.model.config.context_length,
+            ),
+            self.model.config,
+            max_new_tokens=options.max_new_tokens,
+            min_new_tokens=options.min_new_tokens,
+            copies=copies,
+            distribution={
+                name: self.model.defaults.get(name) if value is None else value
+                for name, value in given.items()
+            },
+            seed=options.seed,
+            ignore_eos=ignore_eos,
+            stop_ids=stops.ids,
+            rules=Rules.of(self.model.defaults),
+            log_probs=log_probs,
+            name="prompts" if messages is None else "messages",
+        )
+        warn_of_no_effect(requests, given)
+        return requests, stops, single and copies == 1
+
+    def session(
+        self,
+        requests: Sequence[RowRequest],
+        method: AnyMethod,
+        options: GenerationOptions,
+        prefix: Prefix | None = None,
+        elastic: bool = False,
+    ) -> Session:
+        """Returns the session of a batch; one with `prefix` has a single row. `elastic`: see `Session`."""
+        max_batch = whole("max_batch", options.max_batch)
+        accept = acceptor_of(method, options, requests)
+        distributions = tuple(distribution_name(r.temperature, r.top_k, r.top_p, r.min_p) for r in requests)
+        target = self.model.loaded.exact if options.exact else self.model.loaded
+        loop = self.model.loop(bool(options.exact))
+        if isinstance(method, Auto):
+            auto = self.drafters.auto(method, distributions, target)
+            weights = Weights(self.model.params, auto.params)
+            # Plain decoding must not change a sampled text, and all processes must run the same program.
+            same = accept.coupled or not needs_sampling(requests)
+            alone = len(requests) == 1 and not elastic and prefix is None and loop.mesh is None
+            strategy: Strategy = for_drafter(loop, auto.drafter)
+            if auto.names:
+                strategy = (Awaited if alone and same else Chosen)(loop, auto, method.explain)
+            else:
+                strategy.name = "auto: plain decoding, no method is offered"
+        else:
+            drafter, weights = self.drafters.parts(method, distributions, self.model.directory, target)
+            strategy = for_drafter(loop, drafter)
+        strategy.name = strategy.name or (
+            method.name if isinstance(method, Method) else type(strategy.drafter).__name__
+        )
+        if prefix is not None:
+            start = prefix.start(requests[0].prompt, strategy.drafter, self.model.config)
+            requests, prefix = [dataclasses.replace(requests[0], start=start)], prefix if start else None
+        session = Session(
+            loop,
+            weights,
+            strategy,
+            accept,
+            requests,
+            max_batch=max_batch,
+            prefix=prefix,
+            prefixes=None if options.exact else self.model.prefixes,  # their caches are not exact
+            elastic=elastic,
+        )
+        session.check_memory(requests, max_batch)
+        return session
+
+
+def acceptor_of(method: AnyMethod, options: GenerationOptions, requests: Sequence[RowRequest]) -> Acceptor:
+    """Returns the acceptor of a batch; greedy texts and sampled ones with the default have the same."""
+    # The choices of `auto` depend on earlier texts and other rows, and must not change the text of a seed.
+    default: AcceptorName = "coupled" if isinstance(method, Auto) else "block"
+    return build_acceptor(options.acceptor, needs_sampling(requests), default)
+
+
+def _run(texts: Texts, stops: Stops, rounds: int) -> Iterator[Piece]:
+    """Runs a session to its end, and yields the pieces of its texts; `rounds`: between two host polls."""
+    session = texts.session
+    processes.check_same(
+        session.loop.mesh, "the prompts, or options of the texts,", repr((session.requests, stops, rounds))
+    )
+    began = texts.now()
+    for index, request in enumerate(session.requests):
+        texts.begin(index, request, stops, began)
+    while not session.done:
+        yield from texts.step(rounds)
