@@ -4,18 +4,20 @@
 
 reads docs/results/PAPER-MODEL.json (`report.json` of `python -m benchmarks.papers PAPER --model MODEL --counts`),
 PAPER-MODEL-times.json and PAPER-MODEL-int8.json (the same without `--counts`, in float32 and with `--weights int8`),
-and writes docs/results.md, which has a row for each claim, and in docs/results a page with the tables of each paper and
-a chart of each report of counts.
+and writes docs/results.md, which has a verdict and a figure for each claim, and in docs/results a page with the claims
+and tables of each paper and a chart of each report of counts. It also writes the index of docs/measurements.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import figures
 from benchmarks.papers.tables import FORMAT, FREE, Cell, number, shown
 from jaxspec.bench.suite_options import Amount
 from jaxspec.console import charts, frame
@@ -86,7 +88,7 @@ UNTOLD = (
         "adaspeed",
         "A probe trained on 2,000 texts is right for 75 % of the draft tokens.",
         "other texts; ours are right for 84 % (exit 3) and 89 % (exit 6) of the draft tokens of `small`, and the base "
-        "rate for 72 and 89 % ([Measurements](measurements.md#the-embedded-models))",
+        "rate for 72 and 89 % ([Measurements](measurements/embedded.md))",
     ),
     (
         "asd",
@@ -103,12 +105,13 @@ UNTOLD = (
         "s2d",
         "EAGLE is slower without its loss on features (Table 3: 1.61 against 2.73 ×).",
         "a head for `large` has 2.90 tokens per round with it and 1.86 without, 1.86 and 1.19 × plain at free rows "
-        "([Measurements](measurements.md#the-embedded-models))",
+        "([Measurements](measurements/embedded.md#does-eagle-need-its-loss-on-features))",
     ),
     (
         "s2d",
         "EAGLE, Medusa and Hydra gain from trees (Table 2).",
-        "the tokens per round and times of our heads are in [Measurements](measurements.md#the-embedded-models)",
+        "the tokens per round and times of our heads are in "
+        "[Measurements](measurements/embedded.md#does-a-tree-of-drafts-beat-a-chain)",
     ),
     (
         "s2d",
@@ -120,13 +123,14 @@ UNTOLD = (
         "s2d",
         "A small pretrained model gains from sorting, too (Table 4: 1.17 against 1.05 ×).",
         "`small`, which has 1.93 × plain as a draft of `large` at free rows, has 2.38 once it is sorted, 1.23 times "
-        "(1.17–1.30) as much ([Measurements](measurements.md#the-embedded-models))",
+        "(1.17–1.30) as much "
+        "([Measurements](measurements/embedded.md#does-a-small-pretrained-model-gain-from-sorting))",
     ),
     (
         "s2d",
         "A target trained on the draft's task gains more (Table 5: 1.53 against 1.38 ×).",
         "on GSM8K, `large` with fine-tuning has 1.88 × plain at free rows, and 1.21 without (1.57 with the embedded "
-        "draft), by one setting that was not tuned ([Measurements](measurements.md#the-embedded-models))",
+        "draft), by one setting that was not tuned ([Measurements](measurements/embedded.md))",
     ),
     (
         "s2d",
@@ -136,7 +140,8 @@ UNTOLD = (
     (
         "blog",
         "2.61 × with Llama-3.1-8B for 70B, 2.06 × with n-grams on an edit.",
-        "one prompt each; ours are in [Measurements](measurements.md)",
+        "one prompt each; ours are in "
+        "[Measurements](measurements/embedded.md#how-much-does-speculative-sampling-gain-on-large)",
     ),
 )
 
@@ -220,22 +225,20 @@ def pages(reports: Mapping[str, Report]) -> dict[str, str]:
         own = {name: report for name, report in reports.items() if name.partition("-")[0] == paper}
         if not own:
             continue
-        lines = [
-            f"## {title}",
-            "",
-            f"The paper: {measured}. [All tables](results/{paper}.md).",
-            "",
-            *_claims(own),
-        ]
-        lines += ["", CAUSES[paper]] if paper in CAUSES else []
+        found = _claims(own)
+        about = f"The paper: {measured}. [All figures and tables](results/{paper}.md)."
+        parts.append("\n".join([f"## {title}", "", about, "", *_verdicts(found)]))
+        lines = [f"# Tables of {title}", _TABLES, "\n".join(("## Claims", "", *_figures(found)))]
+        lines += [CAUSES[paper]] if paper in CAUSES else []
         for name, report in own.items():
             if name.count("-") == 1:
                 first = report["tables"][0]
                 about = f"{name.partition('-')[2]}, {first['title']}, {first['columns'][0]}"
-                lines += ["", f"![{about}](results/{name}.svg)"]
-        parts.append("\n".join(lines))
-        tables = [f"# Tables of {title}", _TABLES, *(_tables(name, report) for name, report in own.items())]
-        made[f"results/{paper}.md"] = "\n\n".join(tables) + "\n"
+                lines.append(f"![{about}]({name}.svg)")
+        tables = "\n\n".join(_tables(name, report) for name, report in own.items())
+        lines += [f"`{made}` is trained by `{by}`." for made, by in TRAINED.items() if made in tables]
+        lines.append(tables)
+        made[f"results/{paper}.md"] = "\n\n".join(lines) + "\n"
     parts.append("\n".join(_untold()))
     return {"results.md": "\n\n".join(parts) + "\n", **made}
 
@@ -260,30 +263,66 @@ def _chart(report: Report) -> str:
     return f"{made}\n"
 
 
-def _claims(own: Mapping[str, Report]) -> Iterator[str]:
-    """Yields the lines of a table with a row for each claim."""
+class Claim(NamedTuple):
+    """A claim of a paper on all models, with its verdict.
+
+    Attributes:
+      says: the claim.
+      verdict: of `verdict`.
+      times: the claim by the times of each model and format.
+      free, costs: the claim by counts at free rows, and at the paper's costs.
+    """
+
+    says: str
+    verdict: str
+    times: Sequence[Judged]
+    free: Sequence[Judged]
+    costs: Sequence[Judged]
+
+
+def _claims(own: Mapping[str, Report]) -> list[Claim]:
+    """Returns the claims of the reports of a paper."""
     found: dict[str, dict[str, list[Judged]]] = {}
     for name, report in own.items():
         _, model, *rest = name.split("-")
         for claim in report["claims"]:
             kind = TIMES[rest[0]] if rest else FREE if claim["costs"] == FREE else "paper"
-            one = Judged(model, {**claim, "costs": kind} if rest else claim)
-            found.setdefault(claim["says"], {}).setdefault(kind, []).append(one)
+            judged = Judged(model, {**claim, "costs": kind} if rest else claim)
+            found.setdefault(claim["says"], {}).setdefault(kind, []).append(judged)
+    claims = []
+    for says, by_kind in found.items():
+        times = [judged for kind in TIMES.values() for judged in by_kind.get(kind, [])]
+        costs = by_kind.get("paper", [])
+        word = verdict([each.claim["holds"] for each in times], [each.claim["holds"] for each in costs])
+        if not any(each.claim["costs"] for each in costs):  # a claim that no cost decides
+            word = word.replace(AT_COSTS, HOLDS)
+        claims.append(Claim(says, word, times, by_kind.get(FREE, []), costs))
+    return claims
+
+
+def _verdicts(claims: Sequence[Claim]) -> Iterator[str]:
+    """Yields the lines of a table with a verdict and the first figure for each claim."""
+    yield "| claim | verdict | paper | figure |"
+    yield "|---|---|---|---|"
+    for claim in claims:
+        first = (claim.costs or claim.times or claim.free)[:1]
+        word = re.split("[:;] ", claim.verdict)[0]
+        here = _together(first, "ours") if first[0].claim["figure"] else ""
+        yield f"| {claim.says} | {word} | {_together(first, 'paper') or '–'} | {here or '–'} |"
+
+
+def _figures(claims: Sequence[Claim]) -> Iterator[str]:
+    """Yields the lines of a table with all figures of each claim."""
     yield "| claim | verdict | paper | measured here | free rows | at the paper's costs |"
     yield "|---|---|---|---|---|---|"
-    for says, by_kind in found.items():
-        times = [one for kind in TIMES.values() for one in by_kind.get(kind, [])]
-        at_costs = by_kind.get("paper", [])
-        judged = verdict([one.claim["holds"] for one in times], [one.claim["holds"] for one in at_costs])
-        if not any(one.claim["costs"] for one in at_costs):  # a claim that no cost decides
-            judged = judged.replace(AT_COSTS, HOLDS)
+    for claim in claims:
         cells = [
-            says,
-            judged,
-            _together(at_costs or times[:1], "paper"),
-            _together(times, "ours") or "–",
-            _together(by_kind.get(FREE, []), "ours"),
-            _together(at_costs, "ours"),
+            claim.says,
+            claim.verdict,
+            _together(claim.costs or claim.times[:1], "paper"),
+            _together(claim.times, "ours") or "–",
+            _together(claim.free, "ours"),
+            _together(claim.costs, "ours"),
         ]
         yield f"| {' | '.join(cells)} |"
 
@@ -337,10 +376,9 @@ def _tables(name: str, report: Report) -> str:
     given += "".join(f' --run "{words}"' for words in report.get("runs", ()))
     if report.get("sorted_target"):
         given += f" --sorted-target {report['sorted_target']}"
-    lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{given}", "```", ""]
-    lines += [f"`{made}` is trained by `{by}`.\n" for made, by in TRAINED.items() if made in given]
+    lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{given}", "```"]
     for table in report["tables"]:
-        lines += ["", f"**{table['title']}**", "", f"| | {' | '.join(table['columns'])} |"]
+        lines += ["", f"| {table['title']} | {' | '.join(table['columns'])} |"]
         lines.append("|---" * (1 + len(table["columns"])) + "|")
         for row in table["rows"]:
             cells = (row["cells"].get(column) for column in table["columns"])
@@ -376,33 +414,37 @@ _INTRODUCTION = f"""# Results
 
 {_MADE}
 
-The papers' claims, measured again, one row for each; the tables have a page per paper. Rows about `small` or `runs/…`
-as a draft are the project's own. Figures are ratios of speeds, except those of cosines and accuracies. Brackets have
-the 95 % interval by the bootstrap over prompts, within their kinds. Settings of a method are chosen on tuning prompts
-and reported on others, for each column separately.
+The papers' claims, measured again: a row has a verdict and a single figure. It is the figure of the first model at the
+first of the paper's costs; a claim of times only has the first measured here. The page of each paper has all figures.
+Rows about `small` or `runs/…` as a draft are the project's own. Figures are ratios of speeds, except those of cosines
+and accuracies. Brackets have the 95 % interval by the bootstrap over prompts, within their kinds. Settings of a method
+are chosen on tuning prompts and reported on others, for each column separately.
 
 - **free rows**: exact counts of rounds and draft passes. A verification costs one step of plain decoding for any
   number of rows, and a draft pass the bytes of the weights that it reads. Counts of greedy texts do not depend on the
   machine.
 - **at the paper's costs**: the same counts, at the relative cost of a draft pass in the paper's models.
-- **measured here**: times on one core of a 2-core CPU, November 26, 2026, where each verified row costs time, with
+- **measured here**: times on one core of a 2-core CPU, November 26, 2026, where each verified row costs time. There are
   16 tuning and 16 reporting prompts. Another measurement ran on the other core. It disturbed `small`, and `large` in
-  int8, whose weights nearly fit the cache: the first 10 of 12 layers seem 1.29 to 1.50 times as fast, and 1.20 is
+  int8, whose weights nearly fit the cache. There the first 10 of 12 layers seem 1.29 to 1.50 times as fast, and 1.20 is
   possible. A dash: the times have no such claim.
 
 The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generated tasks and write poor stories
-([Measurements](measurements.md#the-embedded-models)). `large` was made from `small`, so the two are not independent.
-No interval covers other models, another training of a draft, or another choice of the settings. **Both models fail one
-check of their depth**: the last three layers lower the loss on answers by less than .02, and the first 10 of 12 alone
-decode 1.2 times as fast with nearly the same answers. A draft that leaves out layers gains from that, too.
+([Measurements](measurements/embedded.md)). `large` was made from `small`, so the two are not independent. No interval
+covers other models, another training of a draft, or another choice of the settings.
 
-A claim holds for one model and cost if its interval lies above 1 (.95 where the claim allows 5 %, 0 for a difference),
-and does not hold if its interval lies below; else it cannot be told. The printed ends are rounded, and a verdict uses
-all digits: 1.00 may be below or above 1. A verdict has the number of cases in which the claim holds, and does not hold:
-first at the paper's costs, then measured here. "Holds" is for all times measured here; otherwise "holds at the paper's
-cost ratio", and "does not hold", are for all cases at the paper's costs. A claim about cosines or accuracies has no
-costs: its cases are in the last column. An empty cell has no figure for the claim. More than 200 intervals are judged,
-so some are wrong by chance."""
+**Both models fail one check of their depth**: the last three layers lower the loss on answers by less than .02. The
+first 10 of 12 alone decode 1.2 times as fast with nearly the same answers. A draft that leaves out layers gains from
+that, too.
+
+A claim holds for one model and cost if its interval is above 1 (.95 where the claim allows 5 %, 0 for a difference). It
+does not hold if its interval is below; else it cannot be told. The printed ends are rounded, and a verdict uses all
+digits: 1.00 may be below or above 1. "Holds" is for all times measured here. "Holds at the paper's cost ratio" and
+"does not hold" are for all cases at the paper's costs. More than 200 intervals are judged, so some are wrong by chance.
+
+On the paper's page a verdict is followed by counts, for example 3 of 4, not 1: the claim holds in 3 of 4 cases and is
+refuted in 1. The first counts are at the paper's costs, and the second are measured here. A claim about cosines or
+accuracies has no costs: its cases are in the last column. An empty cell has no figure for the claim."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -421,6 +463,9 @@ class Results:
             (DOCS / path).write_text(text, encoding="utf-8")
         for name, drawn in charts_of(reports).items():
             (directory / f"{name}.svg").write_text(drawn, encoding="utf-8")
+        measurements = DOCS / "measurements"
+        index = figures.page(figures.load(measurements / "figures.json"))
+        (measurements / "index.md").write_text(index, encoding="utf-8")
         print(f"wrote {DOCS / 'results.md'} and its tables from {len(reports)} reports", file=sys.stderr)
 
 

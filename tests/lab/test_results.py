@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxspec
-from benchmarks import results
+from benchmarks import figures, results
 from benchmarks.papers import (
     adaspeed_counts,
     adaspeed_sampled,
@@ -32,11 +32,17 @@ from jaxspec.model import llama
 from jaxspec.tuning.tuning_options import ASDGrid
 
 TABLES = tuple(f"results/{paper}.md" for paper in results.PAPERS)
-PAGES = (*TABLES, "measurements.md", "laboratory.md")
+MEASUREMENTS = results.DOCS / "measurements"
+MEASURED = {
+    f"measurements/{path.name}": path.read_text(encoding="utf-8")
+    for path in sorted(MEASUREMENTS.glob("*.md"))
+}
+MEASURING = tuple(page for page, text in MEASURED.items() if "```bash" in text)
+PAGES = (*TABLES, *MEASURING, "laboratory.md")
 # In bash, a printed command prints its words; loops and variables of the page are expanded.
 STUBS = """
 say() { python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >&3; }
-for name in jaxspec python pip awk head cp; do eval "$name() { say $name \\"\\$@\\"; }"; done
+for name in jaxspec python pytest pip awk head cp; do eval "$name() { say $name \\"\\$@\\"; }"; done
 exec 3>&1 >/dev/null
 cd "$1"
 """
@@ -59,6 +65,48 @@ def test_the_page_is_made_from_the_stored_reports():
     assert sum(path.stat().st_size for path in (results.DOCS / "results").iterdir()) < 500_000
 
 
+def test_the_index_of_measurements_is_made_from_the_figures():
+    assert MEASURED["measurements/index.md"] == figures.page(figures.load(MEASUREMENTS / "figures.json"))
+
+
+def test_each_figure_is_in_the_entry_of_its_question():
+    """With its interval and its command, which the page may break into lines."""
+    for figure in figures.load(MEASUREMENTS / "figures.json"):
+        page = MEASURED[f"measurements/{figure.page}"]
+        entry = page.partition(f"\n## {figure.question}\n")[2].partition("\n## ")[0]
+        for part in (figure.value, figure.interval, figure.machine, figure.date, figure.commit):
+            assert part is None or part in entry, (figure.id, part)
+        assert figure.command in re.sub(r"\s*\\\n\s*", " ", page), figure.id
+
+
+def test_no_question_has_two_entries():
+    others = {f"measurements/{page}" for page in figures.OTHERS}
+    texts = "\n".join(text for page, text in MEASURED.items() if page not in others)
+    questions = re.findall(r"^## (.+)$", texts, re.MULTILINE)
+    assert len({*questions}) == len(questions)
+    assert all(question.endswith("?") for question in questions)
+
+
+FIGURE = dict.fromkeys(("interval", "machine", "date", "commit")) | {
+    name: name for name in ("id", "question", "answer", "value", "page", "command")
+}
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([FIGURE, FIGURE | {"id": "other"}], "has two current figures with the question 'question'"),
+        ([FIGURE, FIGURE | {"question": "Why?"}], "has two current figures with the id 'id'"),
+        ([FIGURE | {"speed": 1}], "has the wrong fields"),
+        ([{"id": "id"}], "has the wrong fields"),
+    ],
+)
+def test_wrong_figures_are_refused(tmp_path, records, message):
+    (tmp_path / "figures.json").write_text(json.dumps({"figures": records}))
+    with pytest.raises(ValueError, match=message):
+        figures.load(tmp_path / "figures.json")
+
+
 def claim(holds, costs="", ours=1.1, paper=None):
     figure = {"paper": paper, "ours": ours, "interval": [ours - 0.05, ours + 0.05]}
     return {"says": "It is faster.", "holds": holds, "because": "", "costs": costs, "figure": figure}
@@ -76,6 +124,12 @@ def report(*claims):
     return {"claims": claims, "tables": [table], "prompts": counts, "amount": {"max_new_tokens": 8}}
 
 
+def row_of(reports, page):
+    """The cells of the first claim of a page."""
+    rows = results.pages(reports)[page].splitlines()
+    return next(line for line in rows if line.startswith("| It is")).split(" | ")
+
+
 @pytest.mark.parametrize(
     ("here", "expected"),
     [
@@ -87,10 +141,12 @@ def report(*claims):
 def test_a_row_has_times_counts_and_a_verdict(here, expected):
     counts = report(claim(True, "free rows", 1.2), claim(True, "Llama 1B", 1.15, 1.16))
     reports = {"adaspeed-large": counts, "adaspeed-large-times": report(claim(here))}
-    row = next(
-        line for line in results.pages(reports)["results.md"].splitlines() if line.startswith("| It is")
-    )
-    assert row.split(" | ")[1:] == [
+    assert row_of(reports, "results.md")[1:] == [
+        re.split("[:;] ", expected)[0],
+        "Llama 1B: 1.16",
+        "`large`, Llama 1B: 1.15 (1.10–1.20) |",
+    ]
+    assert row_of(reports, "results/adaspeed.md")[1:] == [
         expected,
         "Llama 1B: 1.16",
         "`large`, float32: 1.10 (1.05–1.15)",
@@ -122,10 +178,7 @@ def test_a_claim_without_costs_holds_or_not():
             f"asd-{model}": report(claim(holds, "", 0.011, 0.012))
             for model, holds in zip(("large", "small"), found, strict=True)
         }
-        row = next(
-            line for line in results.pages(reports)["results.md"].splitlines() if line.startswith("| It is")
-        )
-        assert row.split(" | ")[1:3] == [expected, "0.012"]
+        assert row_of(reports, "results/asd.md")[1:3] == [expected, "0.012"]
 
 
 def test_each_table_has_all_its_notes():
@@ -137,9 +190,12 @@ def test_each_table_has_all_its_notes():
 
 def test_a_claim_of_times_only_has_a_row():
     reports = {"s2d-small": report(), "s2d-small-int8": report(claim(False))}
-    assert (
-        "| It is faster. | **does not hold**; here: 0 of 1, not 1 |" in results.pages(reports)["results.md"]
-    )
+    assert row_of(reports, "results.md")[1:] == [
+        "**does not hold**",
+        "–",
+        "`small`, int8: 1.10 (1.05–1.15) |",
+    ]
+    assert row_of(reports, "results/s2d.md")[1] == "**does not hold**; here: 0 of 1, not 1"
 
 
 def test_a_claim_of_several_figures_has_its_reason_beside_the_tables():
@@ -283,7 +339,8 @@ def test_the_commands_of_the_measurements_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(baselines, "CONSTANTS", (2,))
     embedded = {model.name for model in (results.DOCS.parent / "checkpoints").iterdir()}
     left, ran = {"s2d", "eagle", "draft-model", "layerskip", "ngram"}, []
-    for number, (program, *words) in enumerate(printed("measurements.md", tmp_path)):
+    commands = [command for page in MEASURING for command in printed(page, tmp_path)]
+    for number, (program, *words) in enumerate(commands):
         if words[:2] == ["-m", "benchmarks.papers"]:
             run, words = command.main, words[2:]
         elif (program, words[0]) == ("jaxspec", "bench"):
