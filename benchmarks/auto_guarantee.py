@@ -24,7 +24,7 @@ from jaxspec.bench.speed import ratio_of_counts
 from jaxspec.bench.timing import measure_runs, warm_up
 from jaxspec.cli.options import ModelOptions
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
+from jaxspec.engine.results import Result, played_rounds
 from jaxspec.host.progress import OnProgress
 from jaxspec.methods import Auto
 
@@ -116,7 +116,8 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
       `model`, `device`, `methods`; `best`, the single method with the highest speed over all; `over_plain` and
       `over_best`, the ratio of the speed of `auto` to theirs with its interval; `kinds`: by kind the ratios to
       plain decoding of each method; `slowest`, the kind where `auto` is the slowest, and its ratio; `drafted_by`: by
-      kind, the rounds in which each candidate of `auto` drafted.
+      kind, the rounds in which each candidate of `auto` drafted; `by_prices`: by kind, the ratio of `auto` to plain
+      decoding by the counts of its rounds and the prices from which it chose, which no other work disturbs.
 
     Raises:
       ValueError: unknown kinds, or a model without a tokenizer.
@@ -130,6 +131,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     names = ["autoregressive", "auto", *singles]
     counts: dict[str, dict[str, list[np.ndarray]]] = {kind: {name: [] for name in names} for kind in chosen}
     drafted: dict[str, Counter[str]] = {kind: Counter() for kind in chosen}
+    priced: dict[str, list[tuple[int, float]]] = {kind: [] for kind in chosen}
     cells = [
         (float(temperature), int(batch))
         for temperature, batch in itertools.product(options.temperatures.split(","), options.batches.split(","))
@@ -152,7 +154,10 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             for result in itertools.chain.from_iterable(results["auto"]):
                 for name, rounds in _ROUNDS.findall(result.drafted_by):
                     drafted[kind][name] += int(rounds)
-    return _report(lm, names, counts, drafted)
+                priced[kind].append(_priced(result, batch))
+    sums = {kind: np.sum(pairs, axis=0) for kind, pairs in priced.items()}
+    by_prices = {kind: float(tokens / steps) for kind, (tokens, steps) in sums.items()}
+    return {**_report(lm, names, counts, drafted), "by_prices": by_prices}
 
 
 def _texts(lm: LanguageModel) -> dict[str, list[list[int]]]:
@@ -175,7 +180,7 @@ def _run(
 ) -> list[Result]:
     found: list[Result] = lm.generate(
         batch,
-        method=name,
+        method=Auto(explain=True) if name == "auto" else name,
         max_new_tokens=options.max_new_tokens,
         ignore_eos=True,
         temperature=temperature,
@@ -183,6 +188,25 @@ def _run(
         acceptor="coupled",
     )
     return found
+
+
+def _priced(result: Result, batch: int) -> tuple[int, float]:
+    """Returns the tokens of the rounds of a text, and the time of these rounds by the prices of `auto`, in plain steps.
+
+    Drafts of a candidate count as if all had the mean length of the text's drafts.
+    """
+    prices, rounds = result.prices, played_rounds(result.token_records)
+    if prices is None:  # no candidates
+        return len(rounds), float(len(rounds))
+    at = int(np.searchsorted(prices["rows"], batch).clip(max=len(prices["rows"]) - 1))
+    live = result.statistics.num_prompt_tokens + len(result.tokens) / 2
+    verify, draft = (np.array(prices[name][at]) @ (1, live) for name in ("verify", "draft"))
+    lengths = np.array([drafted for drafted, _ in rounds])
+    taken = verify[np.searchsorted(prices["widths"], lengths, side="right")].sum()
+    mean = round(lengths[lengths > 0].mean()) if lengths.any() else 0
+    for name, count in _ROUNDS.findall(result.drafted_by):
+        taken += int(count) * draft[prices["candidates"].index(name), min(mean, draft.shape[1] - 1)]
+    return len(result.tokens) - 1, float(taken / verify[0])
 
 
 def _count(results: Sequence[Result]) -> tuple[float, float]:
@@ -227,9 +251,14 @@ def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     names = [name for name in report["methods"] if name != "autoregressive"]
-    table = Table("kind", *names, title=f"speed ÷ plain decoding: {report['model']} on {report['device']}")
+    table = Table(
+        "kind",
+        *names,
+        "auto, by prices",
+        title=f"speed ÷ plain decoding: {report['model']} on {report['device']}",
+    )
     for kind, row in report["kinds"].items():
-        table.add_row(kind, *(_cell(*row[name]) for name in names))
+        table.add_row(kind, *(_cell(*row[name]) for name in names), f"{report['by_prices'][kind]:.2f}")
     console = Console(file=sys.stderr, width=150)
     console.print(table)
     over_plain, over_best = (_cell(*report[name]) for name in ("over_plain", "over_best"))
