@@ -499,7 +499,7 @@ DRAFTERS: dict[str, Case] = {
     "hybrid-tree-drawn": _hybrid(_random, _tree(_eagle_vocab, DRAWN).make, "constant"),
     "hybrid-tree": _hybrid(suffix, _tree(_eagle).make, "constant"),
     "choosing-heads": _among(_eagle, _eagle3, lookups=(suffix,)),
-    "choosing-trees": _among(_tree(_eagle_vocab, DRAWN).make, _draft_model, lookups=(_random,)),
+    "choosing-trees": _among(_tree(_eagle_vocab, DRAWN).make, _layerskip, lookups=(_random,)),
     "choosing": _among(_layerskip, _draft_model, lookups=(_random, suffix), methods=("auto",), config=DEEP),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(

@@ -21,7 +21,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import narrowest, once
 from jaxspec.model.numerics import widened
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.tree import Shape, as_array
+from jaxspec.model.tree import Shape, Tree, as_array
 from jaxspec.protocol import (
     Drafter,
     Outcome,
@@ -599,12 +599,15 @@ class Choosing(Drafter):
             others = jnp.any(~drafted_by(models) & (joined.count > 0))
             fed = jnp.concatenate([view.pending[:, None], jnp.maximum(joined.tokens, 0)], axis=1)
             needed = jnp.where(others | ~ran, jnp.max(joined.count) + 1, 0)
+            # In all rows, the drafts have the places of verification, which are those of a tree if there is one.
+            tree = None if joined.parents is None else Tree.of(joined.parents, self.num_draft_tokens)
 
             def through(width: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
                 exits, cache = carry
                 hidden, layers = llama.embed(params.target, fed[:, :width]), range(joined.exit_layer)
+                branches = None if tree is None else tree.rows(0, width)
                 hidden, cache = llama.run_layers(
-                    self.config, params.target, hidden, view.start, cache, layers=layers
+                    self.config, params.target, hidden, view.start, cache, layers=layers, tree=branches
                 )
                 return exits.at[:, :width].set(hidden), cache
 

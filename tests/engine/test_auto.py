@@ -54,8 +54,8 @@ def test_texts_are_plain_decodings_and_drafted(lm, options):
         assert found[0].statistics.num_accepted_tokens >= 15
 
 
-@pytest.mark.full
-def test_trees_are_candidates():
+def test_trees_are_candidates_beside_an_exit():
+    """Verification goes on after the exit layer in all rounds, so a tree's nodes run through the layers before it."""
     prompts, lengths = [list(PROMPT), [5], [3, 4, 3]], [40, 9, 30]
     lm = tiny.language_model()
     lm.step_costs = StepCosts("a device", "tiny", "float32", 2, 0, ((1, 1, 8.0), (33, 1, 8.0)), 1, 5.0, 0.0)
@@ -63,8 +63,10 @@ def test_trees_are_candidates():
         patch.setattr("jaxspec.engine.buckets.START_CAPACITY", 32)
         for temperature in (0.0, 1.0):
             options = {"temperature": temperature, "seed": 7, "max_new_tokens": lengths, "max_batch": 2}
-            among = ("token-recycling", "ngram")
-            rows = lm.generate(prompts, method="auto", among=among, ignore_eos=True, **options)
+            among = ("token-recycling", "ngram", "layerskip")
+            rows = lm.generate(
+                prompts, method="auto", among=among, exit_layer=1, ignore_eos=True, **options
+            )
             plain = lm.generate(prompts, method="autoregressive", ignore_eos=True, **options)
             assert [row.tokens for row in rows] == [row.tokens for row in plain]
             assert "token-recycling" in " ".join(row.drafted_by for row in rows)
