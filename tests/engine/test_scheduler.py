@@ -96,12 +96,10 @@ def test_a_batch_is_narrow_again_after_a_burst(lm, method):
     events = run(scheduler, steps=2)
     short = [add(scheduler, prompt, max_new_tokens=4, **options) for prompt in SHORT]
     while not scheduler.idle:
-        widths.append(len(group.texts.session._rows))
+        widths.append(len(group.texts.session.rows))
         blocked_ms = lm.executables.blocked_ms
         events += run(scheduler, steps=1)
-        if (
-            len(group.texts.session._rows) < widths[-1]
-        ):  # all programs were compiled before, in the background
+        if len(group.texts.session.rows) < widths[-1]:  # all programs were compiled before, in the background
             assert lm.executables.blocked_ms == blocked_ms
         lm.executables.wait()
     assert (widths[0], max(widths), widths[-1]) == (1, 8, 1)
@@ -130,7 +128,7 @@ def narrowed(lm, budgets, arrives=()):
     ids = [add(scheduler, prompt, max_new_tokens=n) for prompt, n in zip(prompts, budgets, strict=True)]
     (group,) = scheduler._groups.values()
     while not scheduler.idle:
-        widths.append(len(group.texts.session._rows))
+        widths.append(len(group.texts.session.rows))
         events += run(scheduler, steps=1)
         lm.executables.wait()
         if arrives and scheduler.num_running == 1:
