@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "all rows of a batch draw with the key of the first",
-        "engine/session.py",
+        "engine/feeding.py",
         "jax.random.fold_in(seed_key(request.seed), request.stream)",
         "jax.random.fold_in(seed_key(requests[0].seed), requests[0].stream)",
         "session generate settings",
@@ -375,7 +375,7 @@ MUTANTS = (
     ),
     Mutant(
         "refilled rows keep the randomness of the row before",
-        "engine/session.py",
+        "engine/feeding.py",
         "keys = [jax.random.fold_in(seed_key(request.seed), request.stream) for request in requests]",
         "keys = [jax.random.fold_in(seed_key(requests[0].seed), request.stream) for request in requests]",
         "session scheduler settings",

@@ -45,7 +45,6 @@ def test_an_array_is_a_prompt(lm):
     )
 
 
-@pytest.mark.full
 def test_a_text_may_fill_the_context_and_no_more(lm):
     prompt = [3] * (lm.config.context_length - 2)
     assert len(lm.generate(prompt, max_new_tokens=2, ignore_eos=True).tokens) == 2

@@ -169,6 +169,14 @@ BAD = [
 ]
 
 
+def test_a_system_prompt_is_for_conversations_without_one(tmp_path, chat_lm):
+    user, own = {"role": "user", "content": "ab"}, {"role": "system", "content": "d"}
+    records = [{"messages": [user]}, {"messages": [own, user]}]
+    found = answers(run(chat_lm, written(tmp_path / "in", records), system="cd e"))
+    expected = [[{"role": "system", "content": "cd e"}, user], [own, user]]
+    assert [one["num_prompt_tokens"] for one in found] == [len(chat_lm.encode(one)) for one in expected]
+
+
 def test_a_bad_line_has_an_error_as_its_answer(tmp_path, lm):
     """The other lines are answered; a second run repeats nothing, or only the errors that were removed."""
     path = written(tmp_path / "in", [one for line, _ in BAD for one in (line, {"id": 7, "prompt": "ab"})])
