@@ -60,7 +60,6 @@ class Generate(TextOptions):
                     "compiling the program of method auto, once for this model, so that the next text drafts from its "
                     "first token; Ctrl-C skips it"
                 )
-                progress("compiling")
                 try:
                     lm.executables.wait()
                 except KeyboardInterrupt:
@@ -131,6 +130,11 @@ class _Output:
                 print(line, file=sys.stderr)
             if self._result.expected:
                 print(explained(self._result), file=sys.stderr)
+                if self._lm.step_costs is None:
+                    print(
+                        "costs are estimated from sizes; `jaxspec profile --costs` measures them",
+                        file=sys.stderr,
+                    )
         return 0
 
     def _take(self, piece: Piece) -> str | None:

@@ -355,14 +355,19 @@ class _Made:
 def _described(function: Any, key: Key) -> str:
     """Returns the name of a program, and whether it is compiled once for its model."""
     kept = key.path is not None or bool(jax.config.values["jax_compilation_cache_dir"])
-    name: str = function.__name__.replace("_", " ")
+    name = _named(function)
     return f"{name}, once for this model, kept on disk" if kept else name
+
+
+def _named(function: Any) -> str:
+    name: str = function.__name__.strip("_").replace("_", " ")
+    return name
 
 
 def _activity(function: Any, key: Key) -> str:
     """Describes the wait for a program, which an earlier process has stored or which is compiled."""
     if key.path is not None and key.path.is_file():
-        return f"loading {function.__name__.replace('_', ' ')}"
+        return f"loading {_named(function)}"
     return f"compiling {_described(function, key)}"
 
 

@@ -64,9 +64,7 @@ def test_trees_are_candidates_beside_an_exit():
         for temperature in (0.0, 1.0):
             options = {"temperature": temperature, "seed": 7, "max_new_tokens": lengths, "max_batch": 2}
             among = ("token-recycling", "ngram", "layerskip")
-            rows = lm.generate(
-                prompts, method="auto", among=among, exit_layer=1, ignore_eos=True, **options
-            )
+            rows = lm.generate(prompts, method="auto", among=among, exit_layer=1, ignore_eos=True, **options)
             plain = lm.generate(prompts, method="autoregressive", ignore_eos=True, **options)
             assert [row.tokens for row in rows] == [row.tokens for row in plain]
             assert "token-recycling" in " ".join(row.drafted_by for row in rows)
