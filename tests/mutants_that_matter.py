@@ -357,7 +357,7 @@ MUTANTS = (
         "server/app.py",
         "if length.isdecimal() and int(length) > MAX_BODY_BYTES:",
         "if False:",
-        "app faults",
+        "connections",
     ),
     Mutant(
         "a resumed batch answers its lines again",
@@ -395,8 +395,11 @@ def applied(mutant: Mutant, root: Path) -> str:
 
 def dies(mutant: Mutant, root: Path, tier: str) -> str | None:
     """Returns the first test of a tier that fails in the copy at `root`, None if none does."""
-    found = {path.stem: str(path) for path in (root / "tests").rglob("test_*.py")}
-    files = [found[f"test_{name}"] for name in mutant.tests.split()]
+    files = [
+        str(path)
+        for name in mutant.tests.split()
+        for path in sorted((root / "tests").rglob(f"test_{name}.py"), reverse=True)
+    ]
     options = ["-x", "-q", "-n", "0", "-p", "no:warnings", *(["-m", "full"] if tier == "full" else [])]
     for file in files:  # one after the other: the first is the likeliest to fail
         ran = subprocess.run(
