@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks import command
-from jaxspec.bench import prompts
-from jaxspec.bench.speed import ratio_of_counts
-from jaxspec.bench.timing import measure_runs, warm_up
 from jaxspec.cli.options import ModelOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result, played_rounds
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.bench.speed import ratio_of_counts
+from jaxspec.measuring.bench.timing import measure_runs, warm_up
 from jaxspec.methods import Auto
 
 PASSAGE = (
@@ -34,7 +34,7 @@ PASSAGE = (
     "in the seventeenth it became fashionable in Britain, which planted it in India to compete with China. "
     "Today about seven million tonnes are grown each year, most of them in China, India, Kenya and Sri Lanka. "
 )
-# Kinds beside the four of `bench.prompts`: the texts of users' messages.
+# Kinds beside the four of `measuring.bench.prompts`: the texts of users' messages.
 KINDS = {
     "chat": (
         "Hello! I had a long day at work. Do you have an idea how I could relax tonight?",

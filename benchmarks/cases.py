@@ -6,10 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.comparison import BASELINE
-from jaxspec.bench.speed import acceptance, speed_ratio
-from jaxspec.bench.steps import Loop, Steps, SubmodelSteps, WrongDrafts
-from jaxspec.bench.timing import Run
 from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.draft_model_drafter import DraftModel
@@ -17,6 +13,10 @@ from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
+from jaxspec.measuring.bench.comparison import BASELINE
+from jaxspec.measuring.bench.speed import acceptance, speed_ratio
+from jaxspec.measuring.bench.steps import Loop, Steps, SubmodelSteps, WrongDrafts
+from jaxspec.measuring.bench.timing import Run
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter, Weights

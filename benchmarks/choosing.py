@@ -28,9 +28,6 @@ import numpy as np
 from flax import struct
 
 from benchmarks import command
-from jaxspec.aot.accelerators import ACCELERATORS
-from jaxspec.aot.roofline import usual
-from jaxspec.bench.device_profile import SHAPES
 from jaxspec.choosing.costs import DraftCost, StepCosts, kinds
 from jaxspec.choosing.prices import measured_prices
 from jaxspec.drafting.choosing_drafter import Choice, Choosing, ChoosingState, Found
@@ -38,6 +35,9 @@ from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.host.files import read_json
 from jaxspec.host.progress import OnProgress
 from jaxspec.io.methods.cost_files import parse
+from jaxspec.measuring.aot.accelerators import ACCELERATORS
+from jaxspec.measuring.aot.roofline import usual
+from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.protocol import Drafter, Outcome
 
 KINDS = ("stationary", "drifting", "adversarial", "hopeless")

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks import command
-from jaxspec.bench import prompt_files, prompts
-from jaxspec.bench.speed import acceptance, speed_ratio, tokens_per_second
-from jaxspec.bench.timing import measure_runs
 from jaxspec.cli.methods import parse_run
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.results import Result
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.bench import prompt_files, prompts
+from jaxspec.measuring.bench.speed import acceptance, speed_ratio, tokens_per_second
+from jaxspec.measuring.bench.timing import measure_runs
 
 PLAIN = "autoregressive"
 

@@ -15,7 +15,7 @@ from benchmarks import command
 from jaxspec.engine.language_model import load
 from jaxspec.host.files import read_text
 from jaxspec.host.progress import OnProgress
-from jaxspec.tuning import fidelity
+from jaxspec.measuring.tuning import fidelity
 
 # Numbers of input channels that are computed apart.
 OUTLIERS = (1, 16, 32, 64, 128)
@@ -37,7 +37,7 @@ class Options:
 
 
 def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
-    """Returns the report of `jaxspec.tuning.fidelity.measure`, with the model's name."""
+    """Returns the report of `jaxspec.measuring.tuning.fidelity.measure`, with the model's name."""
     lm = load(options.model, dtype="float32", device="cpu")
     if options.text is None:
         text = fidelity.held_out_text(lm.directory)

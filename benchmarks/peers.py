@@ -25,12 +25,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks import command, peers_report
-from jaxspec.bench.bench_records import Record
-from jaxspec.bench.peers import transformers_runs
-from jaxspec.bench.prompt_files import Task, encoded, in_turn, own_tasks
-from jaxspec.bench.suite import check_tokenizer
-from jaxspec.bench.suite_options import Amount, Chat
-from jaxspec.bench.timing import measure_runs, warm_up
 from jaxspec.cli.methods import parse_run
 from jaxspec.console.output import check_directory
 from jaxspec.console.terminal import tell
@@ -38,9 +32,15 @@ from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.loading import find_model
 from jaxspec.engine.results import Result
 from jaxspec.host import lock
-from jaxspec.host.line_log import LineLog
 from jaxspec.host.progress import OnProgress
 from jaxspec.io.gguf.container import is_gguf
+from jaxspec.measuring.bench.bench_records import Record
+from jaxspec.measuring.bench.peers import transformers_runs
+from jaxspec.measuring.bench.prompt_files import Task, encoded, in_turn, own_tasks
+from jaxspec.measuring.bench.suite import check_tokenizer
+from jaxspec.measuring.bench.suite_options import Amount, Chat
+from jaxspec.measuring.bench.timing import measure_runs, warm_up
+from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods import Auto, DraftModel, LayerSkip, Method
 
 RECORDS = "records.jsonl"

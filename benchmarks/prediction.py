@@ -21,12 +21,6 @@ import jax
 from benchmarks import command
 from benchmarks.cases import Case, dial_cases
 from benchmarks.synthetic_acceptance import dial_model, walk_model
-from jaxspec.bench.comparison import BASELINE
-from jaxspec.bench.device_profile import SHAPES
-from jaxspec.bench.speed import speed_ratio
-from jaxspec.bench.steps import Steps
-from jaxspec.bench.suite_options import check_budget
-from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.cli.options import Placement
 from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
@@ -34,6 +28,12 @@ from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import resolve_placement
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.bench.comparison import BASELINE
+from jaxspec.measuring.bench.device_profile import SHAPES
+from jaxspec.measuring.bench.speed import speed_ratio
+from jaxspec.measuring.bench.steps import Steps
+from jaxspec.measuring.bench.suite_options import check_budget
+from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.protocol import Weights
 from jaxspec.sampling import seed_key
 
@@ -69,7 +69,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     one of the later layers, with a traced and with a static mask.
 
     Returns:
-      `shape`, `device`, `dtype`, `step_ms` of plain decoding, `results`: per method `speedup` (see `bench.speed`),
+      `shape`, `device`, `dtype`, `step_ms` of plain decoding, `results`: per method `speedup`,
       `predicted`, `obtained_over_predicted`, the figures of `speed.acceptance`, `draft_step_ms`,
       `identical_to_autoregressive`; if both ran, `traced_over_static`: the speed with a static mask ÷ that with a
       traced one; with `asd`, `asd_prefill_over_plain`: the time of a prefill of 256 tokens with measured similarities

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import command
-from jaxspec.bench.timing import interleaved
 from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.prefix import PrefixStore
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.bench.timing import interleaved
 
 
 @dataclasses.dataclass(frozen=True)

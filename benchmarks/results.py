@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 from benchmarks import figures
 from benchmarks.papers.tables import FORMAT, FREE, Cell, number, shown
-from jaxspec.bench.suite_options import Amount
-from jaxspec.console import charts, frame
+from jaxspec.console import frame
 from jaxspec.host.files import read_json
+from jaxspec.measuring import charts
+from jaxspec.measuring.bench.suite_options import Amount
 
 DOCS = Path(__file__).parents[1] / "docs"
 Report = Mapping[str, Any]

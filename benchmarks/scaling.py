@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import command
-from jaxspec.aot import roofline
-from jaxspec.aot.accelerators import Topology, parse_topology
-from jaxspec.bench.device_profile import SHAPES
 from jaxspec.choosing.costs import tokens_per_round
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.aot import roofline
+from jaxspec.measuring.aot.accelerators import Topology, parse_topology
+from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.model.config import LlamaConfig
 
 # Exchanges of a pass: two per layer, and four for embedding and head; see `jaxspec compile`.

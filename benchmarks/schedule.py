@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command
-from jaxspec.aot.accelerators import parse_topology
-from jaxspec.bench.device_profile import SHAPES
 from jaxspec.console.environment import compile_only
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.aot.accelerators import parse_topology
+from jaxspec.measuring.bench.device_profile import SHAPES
 
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 _GRID = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
@@ -69,7 +69,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             f"--xla_jf_dump_llo_pass_label_regex={_LABELS}"
         )
         compile_only()
-        from jaxspec.aot import cost_estimates, hlo, programs
+        from jaxspec.measuring.aot import cost_estimates, hlo, programs
 
         on_progress(f"compiling a step of {options.rows} rows")
         place = programs.Place(programs.devices(topology), None)

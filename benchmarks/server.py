@@ -21,12 +21,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jaxspec.bench import prompts as prompt_sets
 from jaxspec.console import frame
 from jaxspec.console.errors import Failed
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.extras import require
+from jaxspec.measuring.bench import prompts as prompt_sets
 from jaxspec.methods import registry
 
 # Tokens of the texts whose first token is timed.

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import command
-from jaxspec.bench import prompts
-from jaxspec.bench.speed import ratio_of_counts
-from jaxspec.bench.timing import warm_up
 from jaxspec.cli.options import ModelOptions
 from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.bench.speed import ratio_of_counts
+from jaxspec.measuring.bench.timing import warm_up
 
 PLAIN: MethodName = "autoregressive"
 # A workload: prompts, and the number of tokens to generate after each.

@@ -15,20 +15,20 @@ import numpy as np
 from benchmarks.cases import START, Case, dial_cases, only_layers, rounds_of
 from benchmarks.dialed import Dial
 from benchmarks.parts import Record
-from jaxspec.aot import cycles, hlo
-from jaxspec.aot.accelerators import published
-from jaxspec.aot.compiled_rounds import main_loop
-from jaxspec.bench.comparison import BASELINE
-from jaxspec.bench.device_profile import stream
-from jaxspec.bench.speed import acceptance, speed_ratio
-from jaxspec.bench.steps import PREFILL, DraftSteps, Loop, Steps, SubmodelSteps
-from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.drafting.tree_drafter import Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.heads.eagle.drafter import Eagle
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.aot import cycles, hlo
+from jaxspec.measuring.aot.accelerators import published
+from jaxspec.measuring.aot.compiled_rounds import main_loop
+from jaxspec.measuring.bench.comparison import BASELINE
+from jaxspec.measuring.bench.device_profile import stream
+from jaxspec.measuring.bench.speed import acceptance, speed_ratio
+from jaxspec.measuring.bench.steps import PREFILL, DraftSteps, Loop, Steps, SubmodelSteps
+from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
 

@@ -550,7 +550,7 @@ def _prices(path: Path) -> None:
 
 
 def _log(path: Path) -> None:
-    from jaxspec.host.line_log import LineLog
+    from jaxspec.measuring.line_log import LineLog
 
     LineLog(path, {"format": "x"}, of="search")
 
@@ -562,13 +562,13 @@ def _messages(path: Path) -> None:
 
 
 def _prompts(path: Path) -> None:
-    from jaxspec.bench.prompt_files import read_tasks
+    from jaxspec.measuring.bench.prompt_files import read_tasks
 
     read_tasks([path])
 
 
 def _own_prompts(path: Path) -> None:
-    from jaxspec.bench import prompts
+    from jaxspec.measuring.bench import prompts
 
     prompts.load("tuning", path.parent)
 

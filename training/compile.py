@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.aot.accelerators import mesh_axes, parse_topology
-from jaxspec.aot.compiled_rounds import COLLECTIVES
-from jaxspec.aot.programs import Place, devices, part_bytes
-from jaxspec.aot.report import Program, build
 from jaxspec.console.environment import compile_only
+from jaxspec.measuring.aot.accelerators import mesh_axes, parse_topology
+from jaxspec.measuring.aot.compiled_rounds import COLLECTIVES
+from jaxspec.measuring.aot.programs import Place, devices, part_bytes
+from jaxspec.measuring.aot.report import Program, build
 from training import command, compile_jobs
 from training.compile_jobs import Options
 from training.loop import state_sharding

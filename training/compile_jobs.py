@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.aot.programs import part_bytes
-from jaxspec.bench.device_profile import SHAPES
 from jaxspec.host.messages import shown
+from jaxspec.measuring.aot.programs import part_bytes
+from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params

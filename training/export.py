@@ -17,8 +17,8 @@ from jaxspec.engine.language_model import load
 from jaxspec.host import files, processes
 from jaxspec.io.hf import huggingface
 from jaxspec.io.tokenizers.tokenizer import copy_files
-from jaxspec.tuning import fitness
-from jaxspec.tuning import fitness_report as fitness_bench
+from jaxspec.measuring.tuning import fitness
+from jaxspec.measuring.tuning import fitness_report as fitness_bench
 from training import command, outputs
 from training.data import bpe_tokenizer, packing
 from training.loop import state_sharding

@@ -17,7 +17,7 @@ from rich.console import Console
 from jaxspec.console.errors import Failed
 from jaxspec.host import lock
 from jaxspec.host.files import write_atomic
-from jaxspec.host.line_log import LineLog
+from jaxspec.measuring.line_log import LineLog
 from training import command, outputs, prompt_options
 from training.loop.progress import Progress
 from training.prompt_options import PromptOptions

@@ -22,14 +22,14 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxspec.bench import prompts as own
 from jaxspec.host.files import write_atomic, write_json
+from jaxspec.measuring.bench import prompts as own
 from training import command
 from training.data import tasks
 from training.option_files import parse_plain
 
-# The task types of `jaxspec.bench.prompts` for the families. That module also has story openings, some to tune with
-# and some to report on.
+# The task types of `jaxspec.measuring.bench.prompts` for the families. That module also has story openings, some to
+# tune with and some to report on.
 WORK = {"sums": "mathematics", "code": "code", "edits": "copy-edit", "facts": "facts"}
 _MOST = 10
 
@@ -87,7 +87,10 @@ def prompts(families: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
 
 
 def model_prompts(families: Sequence[str], count: int) -> dict[own.Split, dict[str, list[str]]]:
-    """Returns the prompts of a model, see `jaxspec.bench.prompts`: `count` of each task type, half for each purpose."""
+    """Returns the prompts of a model: `count` of each task type, half for each purpose.
+
+    `jaxspec.measuring.bench.prompts` reads them.
+    """
     made: dict[str, list[str]] = {WORK.get(family, family): [] for family in families}
     for entry in prompts(families, count):
         made[WORK.get(entry["category"], entry["category"])] += entry["turns"]

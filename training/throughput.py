@@ -19,8 +19,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.bench.timing import interleaved
 from jaxspec.engine.loading import devices_of
+from jaxspec.measuring.bench.timing import interleaved
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.sampling import seed_key

@@ -28,12 +28,12 @@ from benchmarks.papers.asd_runs import (
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
 from benchmarks.papers.workbench import Column, Measured, Workbench, speeds
-from jaxspec.bench.comparison import BASELINE
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.extras import require
 from jaxspec.host.progress import OnProgress
 from jaxspec.io.methods.asd_numbers import ASDNumbers
-from jaxspec.tuning.inspection import SUBLAYERS
+from jaxspec.measuring.bench.comparison import BASELINE
+from jaxspec.measuring.tuning.inspection import SUBLAYERS
 
 PAPER = "Draft on the Fly: Adaptive Self-Speculative Decoding using Cosine Similarity (Metel et al. 2024)"
 # Paper: Llama-2-13B on CNN/DM, by temperature; CodeLlama-13B on HumanEval.

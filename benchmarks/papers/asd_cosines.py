@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
-from jaxspec.bench.speed import indices, spread
-from jaxspec.tuning.inspection import SUBLAYERS
+from jaxspec.measuring.bench.speed import indices, spread
+from jaxspec.measuring.tuning.inspection import SUBLAYERS
 
 # Llama-2-13B on CNN/DM: attention, MLP.
 PAPER = {"min": (0.581, 0.854), "max": (0.998, 0.991), "mean": (0.953, 0.942), "median": (0.977, 0.960)}

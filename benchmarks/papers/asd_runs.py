@@ -19,15 +19,15 @@ from jaxspec.drafting.asd_drafter import admg
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.methods.method_files import write_plan
+from jaxspec.measuring.tuning.agreement import proposed
+from jaxspec.measuring.tuning.asd_sweep import ablation, tune_asd
+from jaxspec.measuring.tuning.inspection import inspect_model
+from jaxspec.measuring.tuning.mask_search import found_by, search
+from jaxspec.measuring.tuning.round_costs import Costs
+from jaxspec.measuring.tuning.texts import prepare_texts
+from jaxspec.measuring.tuning.tuning_options import ASDGrid, SearchOptions, Sweep
 from jaxspec.methods import ASD, DraftVerify, Method
 from jaxspec.protocol import Drafter
-from jaxspec.tuning.agreement import proposed
-from jaxspec.tuning.asd_sweep import ablation, tune_asd
-from jaxspec.tuning.inspection import inspect_model
-from jaxspec.tuning.mask_search import found_by, search
-from jaxspec.tuning.round_costs import Costs
-from jaxspec.tuning.texts import prepare_texts
-from jaxspec.tuning.tuning_options import ASDGrid, SearchOptions, Sweep
 
 # The longest draft, as in Draft & Verify.
 K = 12

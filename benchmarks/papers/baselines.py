@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 from benchmarks.papers.oracle import oracle
 from benchmarks.papers.workbench import Workbench, distribution
-from jaxspec.bench.suite import Peer
 from jaxspec.drafting.draft_model_drafter import DraftModel as SeparateDraft
 from jaxspec.drafting.layerskip_drafter import LayerSkip as EarlyExit
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import checkpoint
 from jaxspec.io.embedded import embedded_model, embedded_names
+from jaxspec.measuring.bench.suite import Peer
+from jaxspec.measuring.tuning import fitness_report
 from jaxspec.methods import DraftModel, LayerSkip, Method
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Drafter
-from jaxspec.tuning import fitness_report
 
 M = TypeVar("M", bound=Method)
 # The run of drafts under a stop rule that has the text.

@@ -14,7 +14,6 @@ import tyro
 
 from benchmarks.papers import TAKES, PaperName, find
 from benchmarks.papers.options import PaperOptions, TargetOptions
-from jaxspec.bench.suite_options import Amount
 from jaxspec.cli import methods
 from jaxspec.cli.methods import parse_run
 from jaxspec.cli.options import ModelOptions
@@ -23,6 +22,7 @@ from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
+from jaxspec.measuring.bench.suite_options import Amount
 
 if TYPE_CHECKING:
     from benchmarks.papers.tables import Report, Table
@@ -142,7 +142,7 @@ class Papers:
         if directory is None:
             return
         from jaxspec.host import lock
-        from jaxspec.host.line_log import LineLog
+        from jaxspec.measuring.line_log import LineLog
 
         if not directory.exists():
             held.callback(_remove_empty, directory)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
-from jaxspec.bench.speed import indices, spread
 from jaxspec.host.messages import counted
+from jaxspec.measuring.bench.speed import indices, spread
 
 # The number of texts below which the bootstrap's intervals are noticeably too narrow.
 ENOUGH = 20

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.bench.suite_options import Amount
+from jaxspec.measuring.bench.suite_options import Amount
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.papers import replay
 from benchmarks.papers.oracle import Oracle
 from benchmarks.papers.prices import price_of
-from jaxspec.bench.speed import ratio_of_counts
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.measuring.bench.speed import ratio_of_counts
 from jaxspec.methods import AdaSPEED, AdaSPEEDProbe, LayerSkip
 from jaxspec.model import llama
 from jaxspec.protocol import StopRule

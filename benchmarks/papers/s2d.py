@@ -24,7 +24,7 @@ from benchmarks.papers.workbench import Workbench
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.host.progress import OnProgress
 from jaxspec.io.embedded import embedded_names
-from jaxspec.tuning.s2d_sweep import sorted_draft
+from jaxspec.measuring.tuning.s2d_sweep import sorted_draft
 
 PAPER = "S2D: Sorted Speculative Decoding (Kavehzadeh et al. 2024, arXiv:2407.01955)"
 # The default draft, an embedded one.

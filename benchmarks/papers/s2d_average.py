@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.papers.s2d_printed import AVERAGE
 from benchmarks.papers.s2d_runs import SFT, TEMPERATURES, UNTRAINED, Draft, Served
 from benchmarks.papers.tables import Cell, Claim, Row, Table, all_hold, more_than
-from jaxspec.bench.speed import spread
+from jaxspec.measuring.bench.speed import spread
 
 # The average over all temperatures, as in the paper.
 BOTH = "both"

@@ -19,18 +19,18 @@ from benchmarks.papers.s2d_printed import TABLE_2, TARGETS
 from benchmarks.papers.s2d_runs import FIRST, LAST, LONGEST, MIDDLE, SFT, SORTED, shown
 from benchmarks.papers.tables import FREE, Cell, Claim, Row, Table, more_than
 from benchmarks.papers.workbench import Workbench
-from jaxspec.bench.prompts import Split
-from jaxspec.bench.speed import spread
 from jaxspec.choosing.costs import DraftCost
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.s2d_drafter import S2D as Drafting
 from jaxspec.engine.results import Result
 from jaxspec.io.methods.method_files import fingerprint
+from jaxspec.measuring.bench.prompts import Split
+from jaxspec.measuring.bench.speed import spread
+from jaxspec.measuring.tuning.s2d_sweep import SortedDraft, s2d_grid, sorted_draft
 from jaxspec.methods.base import layers_of, share_of_step
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.stopping import AdaptiveLength, Constant
-from jaxspec.tuning.s2d_sweep import SortedDraft, s2d_grid, sorted_draft
 
 # The cost of one layer of the paper's draft in steps of its targets, from its Table 2: MAT ÷ speed-up rises by this for
 # each layer and draft token, with five draft tokens a round. Its exits have 6, 9 and 12 layers.

@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.papers import baselines
 from benchmarks.papers.workbench import Measured, Workbench, distribution
 from jaxspec.io.methods import method_files
+from jaxspec.measuring.tuning.s2d_sweep import THRESHOLDS, SortedDraft, s2d_grid, sorted_draft
 from jaxspec.methods import S2D, DraftModel, LayerSkip, Method
 from jaxspec.methods.chain import ChainMethod
-from jaxspec.tuning.s2d_sweep import THRESHOLDS, SortedDraft, s2d_grid, sorted_draft
 
 # Roles of drafts in the paper's tables; `UNTRAINED` is in none of them.
 SFT, FIRST, MIDDLE, LAST, SORTED, UNTRAINED = "SFT", "first", "middle", "last", "S2D", "untrained"

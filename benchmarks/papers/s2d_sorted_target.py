@@ -14,7 +14,7 @@ from benchmarks.papers.s2d_runs import SORTED as S2D
 from benchmarks.papers.s2d_runs import UNTRAINED, Draft, Served
 from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
 from benchmarks.papers.workbench import Workbench
-from jaxspec.bench.speed import spread
+from jaxspec.measuring.bench.speed import spread
 
 TIMES = "× plain"
 # The column of the counts at the costs of the paper's Table 1: Llama-2-13B has the shape of this target of Table 2.

@@ -10,8 +10,8 @@ from benchmarks.papers.accuracy import Accuracies
 from benchmarks.papers.s2d_printed import TABLE_5
 from benchmarks.papers.s2d_runs import Served
 from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
-from jaxspec.bench.comparison import BASELINE
-from jaxspec.bench.speed import spread, tokens_per_second
+from jaxspec.measuring.bench.comparison import BASELINE
+from jaxspec.measuring.bench.speed import spread, tokens_per_second
 
 SPEED, SINGLE, MINE = "plain, tokens/s", "best exit", "S2D"
 SAYS = "A sorted draft speeds a target up more that was trained on the task than one that was not (1.53 against 1.38)."

@@ -15,18 +15,18 @@ import numpy as np
 
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import FORMAT, Cell, Claim, Report, Row, Table
-from jaxspec.bench import prompts, speed
-from jaxspec.bench.bench_records import Record
-from jaxspec.bench.comparison import BASELINE
-from jaxspec.bench.prompt_files import Task, encoded, in_turn, own_tasks, read_tasks
-from jaxspec.bench.speed import Taken
-from jaxspec.bench.suite import Peer, Suite, check_tokenizer
-from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.host.line_log import LineLog
 from jaxspec.host.progress import OnProgress
+from jaxspec.measuring.bench import prompts, speed
+from jaxspec.measuring.bench.bench_records import Record
+from jaxspec.measuring.bench.comparison import BASELINE
+from jaxspec.measuring.bench.prompt_files import Task, encoded, in_turn, own_tasks, read_tasks
+from jaxspec.measuring.bench.speed import Taken
+from jaxspec.measuring.bench.suite import Peer, Suite, check_tokenizer
+from jaxspec.measuring.bench.suite_options import SuiteOptions
+from jaxspec.measuring.line_log import LineLog
+from jaxspec.measuring.tuning import fitness_report
 from jaxspec.methods import Method
-from jaxspec.tuning import fitness_report
 
 SPLITS: tuple[prompts.Split, ...] = ("tuning", "reporting")
 

@@ -30,13 +30,23 @@ environment:
   JAXSPEC_DEBUG    1 shows the traceback of an error, and at the end the seconds of each stage"""
 
 
-# Each is the class of this name in the module of this name.
-_COMMANDS = (
-    *("generate", "chat", "batch", "serve", "compare", "bench", "profile"),
-    *("compile", "convert", "inspect", "search", "tune", "vocab"),
-)
-# The commands whose errors may name options of methods.
-_OF_METHODS = ("generate", "chat", "batch", "serve", "compare", "bench", "compile")
+# The module of each command, in the order of the help, and whether it reads a `method` with its options, or several
+# `methods`: its errors may name their options. The command is the class of this name in its module.
+_COMMANDS = {
+    "generate": ("jaxspec.cli.generate", "method"),
+    "chat": ("jaxspec.cli.chat", "method"),
+    "batch": ("jaxspec.serving.commands.batch", "method"),
+    "serve": ("jaxspec.serving.commands.serve", "method"),
+    "compare": ("jaxspec.measuring.commands.compare", "methods"),
+    "bench": ("jaxspec.measuring.commands.bench", "methods"),
+    "profile": ("jaxspec.measuring.commands.profile", ""),
+    "compile": ("jaxspec.measuring.commands.compile", "method"),
+    "convert": ("jaxspec.measuring.commands.convert", ""),
+    "inspect": ("jaxspec.measuring.commands.inspect", ""),
+    "search": ("jaxspec.measuring.commands.search", ""),
+    "tune": ("jaxspec.measuring.commands.tune", ""),
+    "vocab": ("jaxspec.measuring.commands.vocab", ""),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,8 +100,9 @@ def _parsed(arguments: list[str], guard: Guard) -> Any:
 
     arguments = arguments or ["--help"]
     named = [arguments[0]] if arguments[0] in _COMMANDS else _COMMANDS
-    commands = {name: getattr(import_module(f"jaxspec.cli.{name}"), name.capitalize()) for name in named}
-    if arguments[0] in ("generate", "chat", "batch", "serve", "compile"):
+    commands = {name: getattr(import_module(_COMMANDS[name][0]), name.capitalize()) for name in named}
+    reads = _COMMANDS.get(arguments[0], ("", ""))[1]
+    if reads == "method":
         commands[arguments[0]] = with_options(commands[arguments[0]], arguments[1:])
     try:
         command = parse(commands, arguments, DESCRIPTION)
@@ -99,6 +110,6 @@ def _parsed(arguments: list[str], guard: Guard) -> Any:
         if arguments in (["--help"], ["-h"]):
             print(ENVIRONMENT)
     guard.options = option_names(type(command))
-    if arguments[0] in _OF_METHODS:
+    if reads:
         guard.options = names() | guard.options
     return command

@@ -1,1 +1,1 @@
-"""Shared by the command lines of the project: parsing, errors, exit statuses, output files, tables and charts."""
+"""Shared by the command lines of the project: parsing, errors, exit statuses, output files and tables."""

@@ -1,6 +1,6 @@
 """Operations on the machine and its processes; nothing here imports the model.
 
-- `files`, `lock`, `line_log`: atomic files, locks, resumable logs.
+- `files`, `lock`: atomic files and locks.
 - `user_cache`: the directory of the cache.
 - `processes`, `mesh_text`: several processes, and the text form of a mesh.
 - `arguments`, `messages`: checks of arguments, and texts of errors.

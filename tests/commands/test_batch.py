@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from jaxspec.console import interrupts
-from jaxspec.engine import batch
+from jaxspec.serving import batch
 from tests.commands import called, one_error
 
 

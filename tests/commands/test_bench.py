@@ -10,17 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec import methods
-from jaxspec.bench.carry import carried
-from jaxspec.bench.comparison import compare
-from jaxspec.bench.speed import (
+from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.measuring.bench.carry import carried
+from jaxspec.measuring.bench.comparison import compare
+from jaxspec.measuring.bench.speed import (
     acceptance_by_position,
     first_token_ms,
     running_ms,
     speed_ratio,
     tokens_per_second,
 )
-from jaxspec.bench.timing import interleaved, measure_runs, median_ratio
-from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
 from tests import tiny
 
 

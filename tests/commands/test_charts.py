@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from jaxspec.console import charts
-from jaxspec.console.charts import Curve, bars, beside, curves, heat_map
 from jaxspec.console.tables import Table
+from jaxspec.measuring import charts
+from jaxspec.measuring.charts import Curve, bars, beside, curves, heat_map
 
 LONG = "layerskip --exit-layer 3 --stop-rule confidence --gamma 0.5"
 

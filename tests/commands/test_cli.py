@@ -21,13 +21,9 @@ import pytest
 
 import jaxspec
 from jaxspec.cli import main
-from jaxspec.cli.compare import _texts
 from jaxspec.cli.generate import Generate, coloured
 from jaxspec.cli.methods import options_of, with_options
 from jaxspec.cli.options import TextOptions
-from jaxspec.cli.profile import Profile
-from jaxspec.cli.search import Search
-from jaxspec.cli.tune import Tune
 from jaxspec.console.errors import in_options, option_names
 from jaxspec.console.parsing import parse
 from jaxspec.engine.language_model import LanguageModel
@@ -39,6 +35,10 @@ from jaxspec.io.hf import huggingface
 from jaxspec.io.tokenizers import tokenizer as tokenizers
 from jaxspec.io.tokenizers.tokenizer import load_tokenizer
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.measuring.commands.compare import _texts
+from jaxspec.measuring.commands.profile import Profile
+from jaxspec.measuring.commands.search import Search
+from jaxspec.measuring.commands.tune import Tune
 from jaxspec.methods import registry
 from jaxspec.model.llama import num_params
 from jaxspec.testing import reference
@@ -301,7 +301,7 @@ def test_compare_prints_a_table(run, model, monkeypatch):
         near = slow | {"method": "layerskip", "speedup": 0.96}  # a few timings differ by as much
         return {"model": lm.name, "device": "cpu", "dtype": "float32", "results": [entry, slow, near]}
 
-    monkeypatch.setattr("jaxspec.bench.comparison.compare", compare)
+    monkeypatch.setattr("jaxspec.measuring.bench.comparison.compare", compare)
     status, out, err = run("compare", PROMPT, "--model", model)
     assert status == 0
     assert asked["methods"] == [
@@ -343,7 +343,7 @@ def test_compare_shows_texts_that_differ():
 
 
 def test_profile(run, monkeypatch):
-    from jaxspec.bench import device_profile as home
+    from jaxspec.measuring.bench import device_profile as home
 
     report = {
         "model": "1b",

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import excerpts
-from jaxspec.bench.prompt_files import read_tasks
+from jaxspec.measuring.bench.prompt_files import read_tasks
 
 
 def test_what_is_written_is_what_bench_reads(tmp_path, capsys):

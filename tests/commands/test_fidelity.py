@@ -13,10 +13,10 @@ from benchmarks import int8_loss
 from jaxspec.cli import main
 from jaxspec.engine.int8 import with_activations
 from jaxspec.engine.language_model import load
+from jaxspec.measuring.tuning import fidelity
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise
-from jaxspec.tuning import fidelity
 from tests.commands import write_model, write_tokenizer
 
 TEXT = "Once upon a time there was a boat made of paper. " * 20

@@ -16,22 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cli.inspect import _marks
 from jaxspec.engine import compilation_cache
 from jaxspec.engine.language_model import load
 from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.measuring.commands.inspect import _marks
+from jaxspec.measuring.tuning import fidelity, figures
+from jaxspec.measuring.tuning import inspection as home
+from jaxspec.measuring.tuning.exit_agreement import exit_agreement
+from jaxspec.measuring.tuning.figures import save_figures
+from jaxspec.measuring.tuning.fitness_report import read_texts
+from jaxspec.measuring.tuning.inspection import inspect_model, sublayer_ms, weights_read
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import run_prompts
 from jaxspec.testing import reference
-from jaxspec.tuning import fidelity, figures
-from jaxspec.tuning import inspection as home
-from jaxspec.tuning.exit_agreement import exit_agreement
-from jaxspec.tuning.figures import save_figures
-from jaxspec.tuning.fitness_report import read_texts
-from jaxspec.tuning.inspection import inspect_model, sublayer_ms, weights_read
 from tests import tiny
 from tests.commands import called, one_error
 

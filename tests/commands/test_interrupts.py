@@ -18,7 +18,8 @@ import pytest
 
 from jaxspec.console import interrupts
 from jaxspec.console.errors import Failed, Guard
-from jaxspec.host import files, line_log
+from jaxspec.host import files
+from jaxspec.measuring import line_log
 from tests.commands import called, write_model, write_tokenizer
 from training.loop import checkpoints, training_loop
 from training.loop.signals import StopSignal

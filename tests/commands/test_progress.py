@@ -15,12 +15,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from jaxspec import methods
-from jaxspec.bench.comparison import compare, table
 from jaxspec.console import terminal
 from jaxspec.console.terminal import tell
 from jaxspec.engine.executables import Executables
 from jaxspec.host import progress
 from jaxspec.host.progress import Progress, hidden, shows_progress
+from jaxspec.measuring.bench.comparison import compare, table
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]

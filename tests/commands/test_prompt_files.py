@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.bench import prompts
-from jaxspec.bench.prompt_files import Task, final_number, in_turn, own_tasks, read_tasks
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.bench.prompt_files import Task, final_number, in_turn, own_tasks, read_tasks
 
 PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
 FORMS = {

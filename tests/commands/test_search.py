@@ -14,24 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench import device_profile as bench_profile
 from jaxspec.choosing.costs import Prediction, tokens_per_round
 from jaxspec.cli import main
-from jaxspec.cli.search import _print
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan
+from jaxspec.measuring.bench import device_profile as bench_profile
+from jaxspec.measuring.commands.search import _print
+from jaxspec.measuring.tuning import mask_search as bench
+from jaxspec.measuring.tuning import objectives
+from jaxspec.measuring.tuning.mask_search import search
+from jaxspec.measuring.tuning.masks import MaskSpace
+from jaxspec.measuring.tuning.proposals import FIRST, propose_bayesian, propose_random
+from jaxspec.measuring.tuning.round_costs import Costs, measure_costs, predicted_speedup
+from jaxspec.measuring.tuning.texts import continuations, prepare_texts
+from jaxspec.measuring.tuning.tuning_options import SearchOptions
 from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Weights
-from jaxspec.tuning import mask_search as bench
-from jaxspec.tuning import objectives
-from jaxspec.tuning.mask_search import search
-from jaxspec.tuning.masks import MaskSpace
-from jaxspec.tuning.proposals import FIRST, propose_bayesian, propose_random
-from jaxspec.tuning.round_costs import Costs, measure_costs, predicted_speedup
-from jaxspec.tuning.texts import continuations, prepare_texts
-from jaxspec.tuning.tuning_options import SearchOptions
 from tests import tiny
 from tests.commands import CONFIG, write_tiny
 

@@ -13,21 +13,21 @@ import jax
 import pytest
 
 from jaxspec import methods
-from jaxspec.bench import free_rows, peers, prompts, suite
-from jaxspec.bench.bench_records import Record
-from jaxspec.bench.prompt_files import Task
-from jaxspec.bench.suite import Suite, plan
-from jaxspec.bench.suite_options import SuiteOptions
-from jaxspec.bench.suite_page import page
-from jaxspec.bench.suite_report import cells, columns, report
 from jaxspec.choosing.costs import DraftCost
-from jaxspec.cli import bench
 from jaxspec.cli.methods import parse_run
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.host import extras
-from jaxspec.host.line_log import LineLog
+from jaxspec.measuring.bench import free_rows, peers, prompts, suite
+from jaxspec.measuring.bench.bench_records import Record
+from jaxspec.measuring.bench.prompt_files import Task
+from jaxspec.measuring.bench.suite import Suite, plan
+from jaxspec.measuring.bench.suite_options import SuiteOptions
+from jaxspec.measuring.bench.suite_page import page
+from jaxspec.measuring.bench.suite_report import cells, columns, report
+from jaxspec.measuring.commands import bench
+from jaxspec.measuring.line_log import LineLog
 from jaxspec.model.llama import floor_bytes
 from jaxspec.testing import language_model
 from tests import tiny

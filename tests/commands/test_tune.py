@@ -16,11 +16,11 @@ from jaxspec.drafting.asd_drafter import admg
 from jaxspec.drafting.s2d_drafter import S2D
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import ASD_NAME, ASDNumbers, read_asd
-from jaxspec.tuning import asd_sweep, race, s2d_sweep
-from jaxspec.tuning.asd_sweep import tune_asd
-from jaxspec.tuning.s2d_sweep import s2d_grid, sorted_draft, tune_s2d
-from jaxspec.tuning.texts import prepare_texts
-from jaxspec.tuning.tuning_options import ASDGrid, S2DGrid, Sweep
+from jaxspec.measuring.tuning import asd_sweep, race, s2d_sweep
+from jaxspec.measuring.tuning.asd_sweep import tune_asd
+from jaxspec.measuring.tuning.s2d_sweep import s2d_grid, sorted_draft, tune_s2d
+from jaxspec.measuring.tuning.texts import prepare_texts
+from jaxspec.measuring.tuning.tuning_options import ASDGrid, S2DGrid, Sweep
 from tests import tiny
 from tests.commands import CONFIG, write_model, write_tiny, write_tokenizer
 

@@ -10,8 +10,8 @@ import re
 import pytest
 from rich.console import Console
 
-from jaxspec.aot.accelerators import mesh_axes, parse_topology
 from jaxspec.console.environment import compile_only
+from jaxspec.measuring.aot.accelerators import mesh_axes, parse_topology
 from jaxspec.methods import registry
 from jaxspec.model.config import LlamaConfig
 
@@ -47,7 +47,7 @@ EMBED, LAYER, HEAD = 1, 2, 3
 def environment():
     """Runs JAX on this machine's processor and names the test's shapes."""
     compile_only()
-    from jaxspec.bench import device_profile
+    from jaxspec.measuring.bench import device_profile
 
     with pytest.MonkeyPatch.context() as patch:
         for name, config in {"31m": SMALL, "wide": WIDE, "even": EVEN}.items():
@@ -65,9 +65,9 @@ def compiled(
     every_option: bool = False,
 ) -> dict:
     """Returns the report of a method's rounds; `bits` is the width of quantised weights."""
-    from jaxspec.aot.programs import Place, devices, make
-    from jaxspec.aot.report import build, report
-    from jaxspec.aot.stand_ins import model_shape
+    from jaxspec.measuring.aot.programs import Place, devices, make
+    from jaxspec.measuring.aot.report import build, report
+    from jaxspec.measuring.aot.stand_ins import model_shape
 
     chips = parse_topology(topology)
     place = Place.of(devices(chips), mesh_axes(None, chips.num_devices))
@@ -162,8 +162,8 @@ def test_cycles_of_a_round():
 
 def test_a_model_that_is_too_large(capsys, monkeypatch):
     """The compiler refuses it; the report has the remaining figures."""
-    from jaxspec.bench import device_profile
     from jaxspec.cli import main
+    from jaxspec.measuring.bench import device_profile
 
     monkeypatch.setitem(device_profile.SHAPES, "13b", LlamaConfig(800_000, 8192, 768, 1, 8, 4, 64))
     given = ["--topology", "v5e:1x1", "--shape", "13b", "--no-prefill", "--json"]

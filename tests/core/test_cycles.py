@@ -7,10 +7,10 @@ import types
 import pytest
 
 from benchmarks import schedule, stages
-from jaxspec.aot import hlo
-from jaxspec.aot.accelerators import ACCELERATORS
-from jaxspec.aot.compiled_rounds import main_loop
-from jaxspec.aot.cycles import (
+from jaxspec.measuring.aot import hlo
+from jaxspec.measuring.aot.accelerators import ACCELERATORS
+from jaxspec.measuring.aot.compiled_rounds import main_loop
+from jaxspec.measuring.aot.cycles import (
     ATTENTION,
     CACHE,
     EXCHANGES,
@@ -21,8 +21,8 @@ from jaxspec.aot.cycles import (
     WAITING,
     estimate,
 )
-from jaxspec.aot.reads import bytes_read
-from jaxspec.cli import compile as command
+from jaxspec.measuring.aot.reads import bytes_read
+from jaxspec.measuring.commands import compile as command
 
 V5E = ACCELERATORS["v5e"]
 

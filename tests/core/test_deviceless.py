@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxspec.aot import accelerators, compiled_rounds, cuda, hlo, programs, stand_ins
-from jaxspec.aot.accelerators import ACCELERATORS, mesh_axes, parse_topology
-from jaxspec.aot.programs import Place
-from jaxspec.aot.report import Program, build, predicted, report
-from jaxspec.aot.stand_ins import ModelShape
 from jaxspec.cli import main
 from jaxspec.engine import executables
 from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.host.extras import MissingExtra
 from jaxspec.io.hf import config_json
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.measuring.aot import accelerators, compiled_rounds, cuda, hlo, programs, stand_ins
+from jaxspec.measuring.aot.accelerators import ACCELERATORS, mesh_axes, parse_topology
+from jaxspec.measuring.aot.programs import Place
+from jaxspec.measuring.aot.report import Program, build, predicted, report
+from jaxspec.measuring.aot.stand_ins import ModelShape
 from jaxspec.methods import registry
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -620,7 +620,7 @@ def test_a_process_that_runs_on_an_accelerator(monkeypatch, capsys):
 @pytest.fixture
 def compiler(monkeypatch, environment, here):
     """Replaces the TPU's compiler by this machine's."""
-    from jaxspec.bench import device_profile
+    from jaxspec.measuring.bench import device_profile
 
     monkeypatch.setattr(programs, "devices", lambda topology: here.devices * topology.num_devices)
     monkeypatch.setitem(device_profile.SHAPES, "31m", TARGET)
@@ -691,7 +691,7 @@ def test_what_cannot_be_compiled(capsys, arguments, says):
 
 @pytest.mark.usefixtures("compiler")
 def test_a_file_is_left_alone_until_there_is_a_program(capsys, monkeypatch, tmp_path):
-    from jaxspec.aot import report as of
+    from jaxspec.measuring.aot import report as of
 
     file = tmp_path / "rounds.txt"
     given = ("compile", "--topology", "v5e:1x1", "--no-prefill", "--json", "--hlo", file)

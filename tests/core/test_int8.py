@@ -14,8 +14,10 @@ import pytest
 import jaxspec
 from jaxspec.engine import int8, loading, memory
 from jaxspec.engine.compiler_options import compiler_options
-from jaxspec.host.line_log import LineLog
 from jaxspec.io.hf import huggingface
+from jaxspec.measuring.line_log import LineLog
+from jaxspec.measuring.tuning.mask_search import _header
+from jaxspec.measuring.tuning.tuning_options import SearchOptions
 from jaxspec.model import llama
 from jaxspec.model.numerics import linear
 from jaxspec.model.quantisation import is_quantised, quantise, quantised
@@ -24,8 +26,6 @@ from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.testing import contracts, reference
 from jaxspec.testing.contracts import BUDGETS, FOUR, PROMPTS
-from jaxspec.tuning.mask_search import _header
-from jaxspec.tuning.tuning_options import SearchOptions
 from tests import gguf_files, tiny
 
 BITS = (8, 4)

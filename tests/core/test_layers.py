@@ -51,14 +51,18 @@ LAYERS = (
     "jaxspec.heads",
     "jaxspec.engine",
     "jaxspec",
-    "jaxspec.integrations",
     "jaxspec.testing",
-    "jaxspec.bench",
-    "jaxspec.tuning",
-    "jaxspec.aot",
-    "jaxspec.server",
     "jaxspec.cli",
     "jaxspec.__main__",
+    "jaxspec.measuring.charts jaxspec.measuring.line_log",
+    "jaxspec.measuring.bench",
+    "jaxspec.measuring.tuning",
+    "jaxspec.measuring.aot",
+    "jaxspec.measuring.commands jaxspec.measuring",
+    "jaxspec.serving.openai jaxspec.serving.batch_files",
+    "jaxspec.serving.batch jaxspec.serving.ray jaxspec.serving.lm_eval",
+    "jaxspec.serving.server",
+    "jaxspec.serving.commands jaxspec.serving",
     "training.data",
     "training.losses",
     "training.reports",
@@ -83,21 +87,19 @@ SHARED = (
         "jaxspec.console",
         "jaxspec.methods",
         "jaxspec.engine",
-        "jaxspec.testing",
-        "jaxspec.bench",
     ),
+    *("jaxspec.testing", "jaxspec.cli", "jaxspec.measuring.bench", "jaxspec.measuring.tuning"),
     *(
-        "jaxspec.tuning",
-        "jaxspec.aot",
-        "jaxspec.server",
-        "jaxspec.cli",
+        "jaxspec.measuring.aot",
+        "jaxspec.serving.server",
         "training.data",
         "training.losses",
         "training.reports",
-        "training.loop",
     ),
-    *("training.probes", "training.heads", "benchmarks"),
+    *("training.loop", "training.probes", "training.heads", "benchmarks"),
 )
+# Nothing else of `jaxspec` imports them, nor does one of them import the other.
+WINGS = ("jaxspec.measuring", "jaxspec.serving")
 # What a module may not import although it stands below.
 NEVER = {
     "jaxspec.drafting": ("jaxspec.decoding",),
@@ -111,7 +113,7 @@ NEVER = {
     "benchmarks": ("training", "torch"),
 }
 # What these may import all the same, inside functions: other programs to be measured beside.
-PEERS = {"jaxspec.bench.peers": ("torch",)}
+PEERS = {"jaxspec.measuring.bench.peers": ("torch",)}
 # Their imports under TYPE_CHECKING are the names that they re-export when asked.
 REEXPORTS = ("jaxspec.methods",)
 # These talk to the host; everything else is pure functions over pytrees.
@@ -123,15 +125,13 @@ HOST = (
         "jaxspec.methods",
         "jaxspec.engine",
         "jaxspec.testing",
-        "jaxspec.bench",
-        "jaxspec.server",
     ),
     *(f"jaxspec.heads.{one}" for one in ("files", "rows", "tensors", "torch_file", "writer", "kinds")),
     *("jaxspec.heads.*.files", "jaxspec.heads.*.method", "jaxspec.heads.method", "jaxspec.heads.tree_method"),
-    *("jaxspec.tuning.mask_search", "jaxspec.tuning.figures", "jaxspec.cli"),
-    *("jaxspec.integrations", "jaxspec.tuning.fitness_report", "jaxspec.tuning.fidelity", "jaxspec.__main__"),
-    *("jaxspec.aot.stand_ins", "jaxspec.aot.programs", "jaxspec.aot.report"),
-    "jaxspec.aot.cost_estimates",
+    *("jaxspec.cli", "jaxspec.__main__", "jaxspec.serving"),
+    *(f"jaxspec.measuring.{one}" for one in ("bench", "charts", "commands", "line_log")),
+    *(f"jaxspec.measuring.tuning.{one}" for one in ("mask_search", "figures", "fitness_report", "fidelity")),
+    *(f"jaxspec.measuring.aot.{one}" for one in ("stand_ins", "programs", "report", "cost_estimates")),
 )
 HOST_MODULES = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "time", "logging", "json", "pickle", "random"),
@@ -190,6 +190,9 @@ def violations(name: str, tree: ast.Module) -> list[str]:
             initialiser = within(name, other) and other != "jaxspec"  # a package's own, empty or at the top
             if not together and not initialiser and layer(other) >= layer(name):
                 wrong.append(f"{name} imports {other}, which is not below it")
+        wing = next((one for one in WINGS if within(other, one)), None)
+        if wing and within(name, "jaxspec") and not within(name, wing):
+            wrong.append(f"{name} must not import {other}, which is in a wing")
         for upper, forbidden in NEVER.items():
             allowed = other in PEERS.get(name, ()) and other not in imports_at_the_top(tree)
             if within(name, upper) and any(within(other, one) for one in forbidden) and not allowed:
@@ -226,6 +229,18 @@ def test_imports_point_down(name):
     assert violations(name, MODULES[name]) == []
 
 
+def test_only_the_table_of_commands_names_a_module_of_a_wing():
+    """A wing cannot be imported by its name either, except for a command that was called."""
+    named = {
+        name
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if within(name, "jaxspec") and not any(within(name, wing) for wing in WINGS)
+        if isinstance(node, ast.Constant) and any(wing in str(node.value) for wing in WINGS)
+    }
+    assert named == {"jaxspec.cli"}
+
+
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -239,8 +254,8 @@ def test_imports_point_down(name):
         ("jaxspec.protocol", "from pathlib import Path"),
         ("jaxspec.engine.session", "from training import step"),
         ("jaxspec.host.files", "import torch"),
-        ("jaxspec.bench.comparison", "def f():\n    import torch"),
-        ("jaxspec.bench.peers", "import torch"),
+        ("jaxspec.measuring.bench.comparison", "def f():\n    import torch"),
+        ("jaxspec.measuring.bench.peers", "import torch"),
         ("jaxspec.model.cache", "from jaxspec import load"),
         ("jaxspec.heads.eagle.network", "from jaxspec.heads.eagle.files import read"),
         ("jaxspec.heads.eagle.drafter", "import json"),
@@ -251,12 +266,12 @@ def test_imports_point_down(name):
         ("jaxspec.host.files", "from jaxspec.engine.text import RowText"),
         ("jaxspec.stopping", "from jaxspec.acceptance import GreedyAcceptor"),
         ("training.loop.training_loop", "from torch import nn"),
-        ("jaxspec.engine.session", "from jaxspec import bench\nfrom jaxspec.bench import timing"),
-        ("jaxspec.bench.comparison", "from jaxspec.tuning.masks import MaskSpace"),
-        ("jaxspec.tuning.round_costs", "import json"),
+        ("jaxspec.engine.session", "from jaxspec import bench\nfrom jaxspec.measuring.bench import timing"),
+        ("jaxspec.measuring.bench.comparison", "from jaxspec.measuring.tuning.masks import MaskSpace"),
+        ("jaxspec.measuring.tuning.round_costs", "import json"),
         ("jaxspec.console.terminal", "from jaxspec.engine.language_model import LanguageModel"),
         ("training.depth", "from benchmarks import prediction"),
-        ("jaxspec.cli.compare", "from benchmarks import prediction"),
+        ("jaxspec.measuring.commands.compare", "from benchmarks import prediction"),
     ],
 )
 def test_a_wrong_import_is_noticed(name, line):

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxspec.aot import programs
-from jaxspec.aot.stand_ins import model_shape
 from jaxspec.console.errors import Guard
 from jaxspec.engine.loading import fit_to_mesh
 from jaxspec.io import checkpoint, orbax
 from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
+from jaxspec.measuring.aot import programs
+from jaxspec.measuring.aot.stand_ins import model_shape
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import left_whole, spread_config, with_copies, without_copies
@@ -96,7 +96,7 @@ import dataclasses
 import jax
 
 from jaxspec import LanguageModel
-from jaxspec.bench import steps
+from jaxspec.measuring.bench import steps
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine import buckets, compiled
 from jaxspec.io.trained_for import TrainedFor

@@ -32,8 +32,8 @@ PUBLIC = (
     "jaxspec/engine/conversation.py",
     "jaxspec/engine/results.py",
     "jaxspec/engine/scheduler.py",
-    "jaxspec/integrations/ray.py",
-    "jaxspec/io/batch_files.py",
+    "jaxspec/serving/ray.py",
+    "jaxspec/serving/batch_files.py",
     "jaxspec/host/arguments.py",
     "jaxspec/console/docs.py",
 )

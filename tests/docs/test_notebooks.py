@@ -121,7 +121,7 @@ def test_the_address_of_the_repository_is_that_of_the_project(path):
 
 
 LIVE = """
-from jaxspec.console.charts import bars
+from jaxspec.measuring.charts import bars
 from jaxspec.console.notebook import Live
 from jaxspec.console.tables import Table
 

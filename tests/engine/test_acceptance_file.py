@@ -12,9 +12,9 @@ from jaxspec.cli import main
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods.acceptance_file import NAME, read_acceptance, write_acceptance
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.measuring.tuning.acceptance_counts import fitted, measure_acceptance
 from jaxspec.methods import Auto, LayerSkip, NGram, Resources
 from jaxspec.methods.base import Candidate
-from jaxspec.tuning.acceptance_counts import fitted, measure_acceptance
 from tests import tiny
 from tests.commands import write_tiny
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import jaxspec
-from jaxspec.engine.batch import Batch
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.io.batch_files import ALL, Results, Shard, read_lines, shard_of
+from jaxspec.serving.batch import Batch
+from jaxspec.serving.batch_files import ALL, Results, Shard, read_lines, shard_of
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.aot import cost_estimates
-from jaxspec.aot.accelerators import ACCELERATORS
-from jaxspec.aot.roofline import report, roofline, usual, weights
-from jaxspec.bench import step_costs as measuring
-from jaxspec.bench.device_profile import SHAPES
 from jaxspec.choosing.costs import (
     DraftCost,
     StepCosts,
@@ -26,10 +21,15 @@ from jaxspec.choosing.costs import (
     tokens_per_round,
 )
 from jaxspec.cli.options import ModelOptions
-from jaxspec.cli.profile import Profile
 from jaxspec.console.distributed import ProcessOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
+from jaxspec.measuring.aot import cost_estimates
+from jaxspec.measuring.aot.accelerators import ACCELERATORS
+from jaxspec.measuring.aot.roofline import report, roofline, usual, weights
+from jaxspec.measuring.bench import step_costs as measuring
+from jaxspec.measuring.bench.device_profile import SHAPES
+from jaxspec.measuring.commands.profile import Profile
 from jaxspec.methods import Eagle3, LoadedModel
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise
@@ -362,7 +362,7 @@ def test_the_command_shows_both(capsys, measured, monkeypatch):
         return found, True
 
     monkeypatch.setattr(measuring, "remembered_step_costs", remembered)
-    monkeypatch.setattr("jaxspec.bench.device_profile.language_model", lambda *_: None)
+    monkeypatch.setattr("jaxspec.measuring.bench.device_profile.language_model", lambda *_: None)
     status, out, err = called(capsys, "profile", "--costs", "--json")
     assert status == 0
     assert "jaxspec: warning: a file is old\n" in err

@@ -14,7 +14,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from jaxspec.integrations.lm_eval import JaxspecLM
+from jaxspec.serving.lm_eval import JaxspecLM
 
 CHOICE = """
 task: tiny_choice

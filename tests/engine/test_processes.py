@@ -16,10 +16,10 @@ import pytest
 
 from benchmarks.papers.command import Papers
 from jaxspec import load
-from jaxspec.cli.bench import Bench
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.distributed import ProcessOptions, options_in
-from jaxspec.host.line_log import LineLog
+from jaxspec.measuring.commands.bench import Bench
+from jaxspec.measuring.line_log import LineLog
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
 
 TARGET = dataclasses.replace(CONFIG, vocab_size=304, num_heads=8, num_kv_heads=2)
@@ -251,7 +251,7 @@ from pathlib import Path
 
 from jaxspec import load
 from jaxspec.console import distributed
-from jaxspec.host.line_log import LineLog
+from jaxspec.measuring.line_log import LineLog
 
 address, number, model, folder = sys.argv[1:]
 options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
@@ -284,19 +284,19 @@ COMMANDS = """
 import contextlib, functools, io, json, sys
 from pathlib import Path
 
-from jaxspec.bench import steps
-from jaxspec.bench.suite_options import SuiteOptions
-from jaxspec.cli.bench import Bench
-from jaxspec.cli.compare import Compare
-from jaxspec.cli.inspect import Inspect
+from jaxspec.measuring.bench import steps
+from jaxspec.measuring.bench.suite_options import SuiteOptions
+from jaxspec.measuring.commands.bench import Bench
+from jaxspec.measuring.commands.compare import Compare
+from jaxspec.measuring.commands.inspect import Inspect
 from jaxspec.cli.options import MethodsOptions, ModelOptions
-from jaxspec.cli.search import Search
-from jaxspec.cli.tune import Tune
-from jaxspec.cli.vocab import Vocab
+from jaxspec.measuring.commands.search import Search
+from jaxspec.measuring.commands.tune import Tune
+from jaxspec.measuring.commands.vocab import Vocab
 from jaxspec.console import distributed
 from jaxspec.host.processes import of_first
-from jaxspec.tuning import mask_search
-from jaxspec.tuning.tuning_options import ASDGrid, PromptOptions, SearchOptions, Sweep
+from jaxspec.measuring.tuning import mask_search
+from jaxspec.measuring.tuning.tuning_options import ASDGrid, PromptOptions, SearchOptions, Sweep
 
 address, number, model, folder, prompt, *names = sys.argv[1:]
 options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.integrations.ray import Generate
+from jaxspec.serving.ray import Generate
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ from pathlib import Path
 import ray
 from ray.data.checkpoint import CheckpointConfig
 
-from jaxspec.integrations.ray import Generate
+from jaxspec.serving.ray import Generate
 
 model, folder, marks = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import jaxspec
-from jaxspec.bench import prompts
 from jaxspec.host.files import read_json
 from jaxspec.io import embedded
-from jaxspec.tuning import fitness_report
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.tuning import fitness_report
 from training.data import tasks
 
 ROOT = Path(__file__).parents[2]

@@ -13,14 +13,14 @@ import types
 
 import pytest
 
-from jaxspec.bench import prompt_files
 from jaxspec.cli import options as cli_options
-from jaxspec.cli.inspect import Inspect
 from jaxspec.host import files
-from jaxspec.io import batch_files
 from jaxspec.io.tokenizers import chat_forms
+from jaxspec.measuring.bench import prompt_files
+from jaxspec.measuring.commands.inspect import Inspect
+from jaxspec.measuring.tuning import fitness_report, token_counts
 from jaxspec.methods.files import Resources, read_reference
-from jaxspec.tuning import fitness_report, token_counts
+from jaxspec.serving import batch_files
 from tests import tiny
 from training import option_files
 from training.data import records

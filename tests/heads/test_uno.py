@@ -17,7 +17,6 @@ import safetensors.numpy
 
 from jaxspec import methods
 from jaxspec.acceptance import BlockAcceptor
-from jaxspec.bench.free_rows import passes
 from jaxspec.choosing.beliefs import Expectation
 from jaxspec.decoding import Parts
 from jaxspec.decoding.rounds import run_rounds
@@ -27,6 +26,7 @@ from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.heads.writer import write_head
 from jaxspec.io.methods import acceptance_file
+from jaxspec.measuring.bench.free_rows import passes
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise

@@ -24,14 +24,14 @@ from benchmarks.papers.engine_counts import generated
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import FREE
 from benchmarks.papers.workbench import Workbench
-from jaxspec.bench import prompts
 from jaxspec.io.hf import huggingface
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.tuning.s2d_sweep import sorted_draft
 from jaxspec.methods import DraftModel, NGram
 from jaxspec.model.plan import LayerPlan
 from jaxspec.testing.models import TARGET, params
-from jaxspec.tuning.s2d_sweep import sorted_draft
 
 SPLITS = {
     "tuning": {"stories": ("One", "Two"), "code": ("def a",)},

@@ -15,9 +15,9 @@ from benchmarks.papers import adaspeed_counts as counts
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.rules import Case, Rounds
 from benchmarks.papers.workbench import Workbench
-from jaxspec.bench import prompts
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import method_files
+from jaxspec.measuring.bench import prompts
 from jaxspec.model import llama
 from jaxspec.testing.models import DEEP, TARGET, engine_config, params, tokenizer
 from tests import tiny

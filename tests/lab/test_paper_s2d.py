@@ -15,13 +15,13 @@ from benchmarks.papers.counted import Case, Column, Counted, Work
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import FREE, Cell
 from benchmarks.papers.workbench import Workbench
-from jaxspec.bench import prompts, speed
-from jaxspec.bench.prompt_files import Task
-from jaxspec.bench.suite import Suite
-from jaxspec.bench.suite_options import SuiteOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.hf import huggingface
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.measuring.bench import prompts, speed
+from jaxspec.measuring.bench.prompt_files import Task
+from jaxspec.measuring.bench.suite import Suite
+from jaxspec.measuring.bench.suite_options import SuiteOptions
 from jaxspec.methods import S2D, DraftModel, DraftVerify
 from jaxspec.testing.models import TARGET, params
 from tests import tiny

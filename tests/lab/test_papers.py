@@ -12,13 +12,13 @@ from benchmarks.papers import asd_runs, baselines, command, sampling
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
 from benchmarks.papers.workbench import Column, Workbench, speeds
-from jaxspec.bench import prompts
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.host.line_log import LineLog
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.line_log import LineLog
+from jaxspec.measuring.tuning import fitness_report, inspection, mask_search
+from jaxspec.measuring.tuning.round_costs import Costs
+from jaxspec.measuring.tuning.tuning_options import ASDGrid
 from jaxspec.methods import DraftModel, LayerSkip, NGram
-from jaxspec.tuning import fitness_report, inspection, mask_search
-from jaxspec.tuning.round_costs import Costs
-from jaxspec.tuning.tuning_options import ASDGrid
 from tests import tiny
 from tests.commands import called
 

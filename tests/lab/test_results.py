@@ -24,12 +24,13 @@ from benchmarks.papers import (
     rules,
     s2d_runs,
 )
-from jaxspec.cli import bench, compare, main, profile
+from jaxspec.cli import main
 from jaxspec.cli.methods import parse_run
 from jaxspec.cli.options import ModelOptions
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.measuring.commands import bench, compare, profile
+from jaxspec.measuring.tuning.tuning_options import ASDGrid
 from jaxspec.model import llama
-from jaxspec.tuning.tuning_options import ASDGrid
 
 TABLES = tuple(f"results/{paper}.md" for paper in results.PAPERS)
 MEASUREMENTS = results.DOCS / "measurements"

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.scaling import Options, measure, of_model
-from jaxspec.bench.device_profile import SHAPES
+from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.model.llama import num_params
 
 

@@ -10,15 +10,15 @@ import types
 import pytest
 
 from benchmarks.papers.oracle import oracle
-from jaxspec.bench import prompts, speed
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.measuring.bench import prompts, speed
+from jaxspec.measuring.tuning import objectives
+from jaxspec.measuring.tuning.texts import read_prompts
+from jaxspec.measuring.tuning.tuning_options import PromptOptions
 from jaxspec.methods import registry
 from jaxspec.model import llama
-from jaxspec.tuning import objectives
-from jaxspec.tuning.texts import read_prompts
-from jaxspec.tuning.tuning_options import PromptOptions
 from tests import tiny
 
 

@@ -18,13 +18,13 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods.method_files import PLAN_NAME, write_plan
 from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME, Ranking, read_vocabulary, write_vocabulary
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.measuring.tuning import token_counts
 from jaxspec.methods import LayerSkip, registry
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.sampling import Greedy, Sampling
 from jaxspec.stopping import AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
 from jaxspec.testing.contracts import BUDGETS, PROMPTS
-from jaxspec.tuning import token_counts
 from tests import tiny
 from tests.commands import PROMPT
 from tests.files.test_bad_files import JUNK

@@ -20,13 +20,13 @@ import torch
 import transformers
 
 from benchmarks.synthetic_acceptance import dial_model, walk_model
-from jaxspec.bench.device_profile import SHAPES
-from jaxspec.bench.timing import interleaved
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.hf import huggingface
+from jaxspec.measuring.bench.device_profile import SHAPES
+from jaxspec.measuring.bench.timing import interleaved
 from jaxspec.model import llama
 
 

@@ -21,10 +21,10 @@ from jaxspec.engine.scheduler import Event, Scheduler
 from jaxspec.engine.text import RowText, row_text
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method, registry
-from jaxspec.server.answers import scores_of
-from jaxspec.server.app import Api, Settings
-from jaxspec.server.engine_thread import EngineThread
-from jaxspec.server.metrics import Metrics
+from jaxspec.serving.server.answers import scores_of
+from jaxspec.serving.server.app import Api, Settings
+from jaxspec.serving.server.engine_thread import EngineThread
+from jaxspec.serving.server.metrics import Metrics
 from jaxspec.testing import language_model
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}e {% endfor %}"

@@ -15,7 +15,7 @@ from jaxspec import methods
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Token
 from jaxspec.engine.text import row_text
-from jaxspec.io.openai import ApiRequest, Part, Responses, scored
+from jaxspec.serving.openai import ApiRequest, Part, Responses, scored
 from jaxspec.testing import language_model
 from tests.commands import CONFIG
 from tests.files.test_tokenizer import byte_ids, tokenizer

@@ -13,11 +13,11 @@ import pytest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxspec.server import app as app_module
-from jaxspec.server import run
+from jaxspec.serving.server import app as app_module
+from jaxspec.serving.server import run
 from tests.server import FakeScheduler, application
 
-connections = pytest.importorskip("jaxspec.server.connections")
+connections = pytest.importorskip("jaxspec.serving.server.connections")
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 

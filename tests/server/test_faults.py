@@ -12,8 +12,8 @@ import time
 import pytest
 
 from jaxspec.engine import exactness
-from jaxspec.server import engine_thread
-from jaxspec.server.answers import scores_of
+from jaxspec.serving.server import engine_thread
+from jaxspec.serving.server.answers import scores_of
 from tests.server import FakeScheduler, application, model
 
 URL = "/v1/completions"
@@ -278,7 +278,9 @@ def test_texts_go_on_while_the_first_check_of_exact_runs(monkeypatch):
 
 def logged(caplog):
     """The types of the logged errors."""
-    return [record.exc_info[0] for record in caplog.records if record.name.startswith("jaxspec.server")]
+    return [
+        record.exc_info[0] for record in caplog.records if record.name.startswith("jaxspec.serving.server")
+    ]
 
 
 def test_a_failed_text_does_not_fail_the_others(caplog):
@@ -353,7 +355,7 @@ def test_the_end_of_the_server_finishes_or_returns_what_runs():
 
 
 def test_errors_of_other_types_are_one_line(monkeypatch):
-    monkeypatch.setattr("jaxspec.server.app.encoded", lambda *_: [][0])
+    monkeypatch.setattr("jaxspec.serving.server.app.encoded", lambda *_: [][0])
 
     @started(FakeScheduler())
     async def test(app, engine):

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.measuring.tuning import fitness
+from jaxspec.measuring.tuning import fitness_report as bench
+from jaxspec.measuring.tuning.fitness import Check, Exits, Gate, Texts
 from jaxspec.testing import reference
-from jaxspec.tuning import fitness
-from jaxspec.tuning import fitness_report as bench
-from jaxspec.tuning.fitness import Check, Exits, Gate, Texts
 from tests import tiny
 
 CONFIG = tiny.engine_config(tiny.DEEP)

@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from jaxspec.bench import prompts
-from jaxspec.bench.prompt_files import read_tasks
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.bench.prompt_files import read_tasks
 from training import tasks as task_command
 from training.data import bpe_tokenizer, conversations, formats, packing, reading, sources, tasks
 from training.data.tasks import code, edits, sums

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, normalizers, trainers
 
-from jaxspec.bench import prompts
 from jaxspec.io.tokenizers.tokenizer import load_tokenizer
+from jaxspec.measuring.bench import prompts
 from tests.commands import CONFIG, write_model, write_tokenizer
 from training import option_files, sft
 from training.data import bpe_tokenizer, conversations, copy_edit, formats, packing, reading, sources, spool

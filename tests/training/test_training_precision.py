@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.bench import device_profile
 from jaxspec.io.hf import huggingface
+from jaxspec.measuring.bench import device_profile
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantisation import is_quantised

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxspec.bench.speed import Taken, acceptance, acceptance_by_position, speed_ratio
+from jaxspec.measuring.bench.speed import Taken, acceptance, acceptance_by_position, speed_ratio
 from training.reports.card import made_by
 
 

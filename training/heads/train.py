@@ -15,8 +15,6 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from jaxspec.bench.speed import acceptance, rows
-from jaxspec.bench.timing import measure_runs
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.loading import find_model
 from jaxspec.engine.results import played_rounds
@@ -27,9 +25,11 @@ from jaxspec.host import files, lock, processes
 from jaxspec.io import checkpoint
 from jaxspec.io.methods import acceptance_file, vocabulary_file
 from jaxspec.io.user_data import home
+from jaxspec.measuring.bench.speed import acceptance, rows
+from jaxspec.measuring.bench.timing import measure_runs
+from jaxspec.measuring.tuning.acceptance_counts import fitted
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.tuning.acceptance_counts import fitted
 from training import command, job, outputs, prompt_options, run
 from training.data import bpe_tokenizer, conversations, sources
 from training.data.packing import Windows

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxspec.bench import prompts
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.tuning import fitness_report as fitness_bench
+from jaxspec.measuring.tuning.fitness import Texts
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.sampling import seed_key
-from jaxspec.tuning import fitness_report as fitness_bench
-from jaxspec.tuning.fitness import Texts
 from training.losses.base import layer_outputs
 from training.reports.evaluation import NUM_DRAFT_TOKENS
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxspec.console.charts import COLOURS, Chart, Curve, beside, curves
 from jaxspec.console.notebook import Live
 from jaxspec.host.files import write_atomic
+from jaxspec.measuring.charts import COLOURS, Chart, Curve, beside, curves
 from training.reports import metrics
 
 LOSS_FILE, ACCEPTANCE_FILE = "loss.svg", "acceptance.svg"

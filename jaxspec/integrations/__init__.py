@@ -1,1 +1,0 @@
-"""Adapters for other programs; each module needs the package that it is named after."""

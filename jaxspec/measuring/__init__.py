@@ -1,0 +1,1 @@
+"""Measurements of models, methods and devices, and their commands. The decoder imports nothing of this package."""

@@ -1,0 +1,194 @@
+"""Roofline model of decoding steps: predicts their cost from an accelerator's published figures.
+
+A step takes the time to read each weight once at the published bandwidth or to multiply by it at the published peak,
+whichever is longer, plus one launch per operation. Real devices reach .6 to .9 of this bound; ratios of predicted steps
+are more accurate than the steps themselves. A TPU compiler's cycles give higher costs, see `estimates`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxspec.choosing.costs import DraftCost, StepCosts, kinds, on_line, speedup_table
+from jaxspec.host.messages import shown
+from jaxspec.measuring.aot.accelerators import ACCELERATORS, LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
+from jaxspec.measuring.bench.device_profile import SHAPES
+from jaxspec.model.config import LlamaConfig
+
+_ROWS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 33, 65)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+LIVE = 512
+# Bytes of a bfloat16 number.
+_BYTES = 2
+# Returns the costs of a device's steps for a shape and its name; None if there are none.
+Steps = Callable[[Accelerator, LlamaConfig, str], StepCosts | None]
+# The shape of the usual draft model for each target shape.
+_DRAFTS = {"1b": "134m", "7b": "1b", "8b": "1.2b", "13b": "1b", "70b": "7b"}
+
+
+def weights(config: LlamaConfig) -> tuple[int, int]:
+    """Returns the number of weights that a step reads in one layer's matrices and in the output head.
+
+    Examples:
+      >>> layer, head = weights(SHAPES["7b"])
+      >>> round((32 * layer + head) / 1e9, 2)  # of 6.74 billion, the rest the embedding
+      6.61
+    """
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+    return (
+        attention + 3 * config.hidden_size * config.intermediate_size,
+        config.hidden_size * config.vocab_size,
+    )
+
+
+def roofline(
+    accelerator: Accelerator,
+    config: LlamaConfig,
+    name: str,
+    launch_us: float | None = None,
+    steps_ms: Mapping[int, tuple[float, float]] | None = None,
+) -> StepCosts:
+    """Returns the roofline costs of a model's steps in bfloat16 on one device.
+
+    Args:
+      accelerator: the device.
+      config: the model's shape.
+      name: name of the shape.
+      launch_us: microseconds to start one operation; None for the accelerator's figure.
+      steps_ms: the compiler's estimates by number of rows, in ascending order: milliseconds of a layer (with the cache
+        of one text of `LIVE` tokens) and of the rest of a step. They replace the launches; the times for reading and
+        multiplying remain lower bounds.
+
+    Examples:
+      >>> costs = roofline(ACCELERATORS["h100"], SHAPES["8b"], "8b", launch_us=0.0)
+      >>> round(costs.step_ms(), 2)  # 15 GB at 3.35 TB/s, and a cache of 512 tokens
+      4.5
+    """
+    layer, head = weights(config)
+    launch_ms = 1e-3 * (accelerator.launch_us if launch_us is None else launch_us)
+    live_bytes = 2 * config.num_kv_heads * config.head_dim * _BYTES
+    live_ms = 1e3 * live_bytes * config.num_layers / accelerator.bandwidth
+
+    def product_ms(numbers: int, rows: int) -> float:
+        return 1e3 * max(_BYTES * numbers / accelerator.bandwidth, 2 * rows * numbers / accelerator.flops)
+
+    def part_ms(numbers: int, rows: int, operations: int, part: int, read_ms: float = 0.0) -> float:
+        bound = product_ms(numbers, rows) + read_ms
+        if steps_ms is None:
+            return bound + operations * launch_ms
+        return max(bound, on_line(rows, list(steps_ms), [parts[part] for parts in steps_ms.values()]))
+
+    def step_ms(rows: int, batch: int, layers: int) -> float:
+        # An estimate of a layer includes the cache of one text.
+        text_ms = LIVE * live_ms / config.num_layers
+        of_layer = part_ms(layer, rows * batch, LAYER_OPERATIONS, 0, text_ms) + (batch - 1) * text_ms
+        return layers * of_layer + part_ms(head, rows * batch, OTHER_OPERATIONS, 1)
+
+    cut = max(0, config.num_layers // 4)
+    return StepCosts(
+        device=accelerator.name,
+        model=name,
+        dtype="bfloat16",
+        num_layers=config.num_layers,
+        live=LIVE,
+        full_ms=tuple(
+            (rows, batch, step_ms(rows, batch, config.num_layers)) for batch in _BATCHES for rows in _ROWS
+        ),
+        cut_layers=cut,
+        cut_ms=step_ms(1, 1, cut),
+        live_token_ms=live_ms,
+        lookup_ms=2 * LAYER_OPERATIONS * launch_ms,
+        absorb_ms=2e3 * config.num_layers * layer / accelerator.flops,
+    )
+
+
+def usual(
+    accelerator: Accelerator, shape: str, launch_us: float | None = None, steps: Steps | None = None
+) -> tuple[StepCosts, dict[str, DraftCost]]:
+    """Returns the step costs of a named shape and the draft costs by name, including its usual draft model if any.
+
+    The cost of a step of the draft model is expressed in layers of the target. It includes the launches of the draft
+    model's own layers, whose share of the launches exceeds their share of the weights.
+
+    Args:
+      accelerator, launch_us: see `roofline`.
+      shape: a name in `SHAPES`.
+      steps: replaces `roofline`: returns the costs of a shape for its config and name, or None.
+    """
+
+    def steps_of(name: str) -> StepCosts:
+        given = None if steps is None else steps(accelerator, SHAPES[name], name)
+        return given or roofline(accelerator, SHAPES[name], name, launch_us)
+
+    costs = steps_of(shape)
+    drafts = kinds(costs.num_layers)
+    if shape in _DRAFTS:
+        draft = steps_of(_DRAFTS[shape])
+        layer_ms = costs.step_ms(layers=1) - costs.step_ms(layers=0)
+        absorbed = costs.num_layers * draft.absorb_ms / costs.absorb_ms
+        drafts["draft model"] = DraftCost(
+            layers=draft.step_ms() / layer_ms, head=False, absorb_layers=absorbed
+        )
+    return costs, drafts
+
+
+def report(
+    device: str, shape: str, batch: int = 1, launch_us: float | None = None, steps: Steps | None = None
+) -> dict[str, Any]:
+    """Returns predicted speed-ups of several drafts on a device.
+
+    Args:
+      device: a name in `ACCELERATORS`.
+      shape: a name in `SHAPES`.
+      batch: number of texts decoded together.
+      launch_us: see `roofline`.
+      steps: see `usual`; for example `estimates.estimated`.
+
+    Returns:
+      `prediction` (True: nothing is measured), `estimated` (whether the costs use the compiler's cycles), `device`,
+      `shape`, `dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`, `fits` (whether
+      the weights fit its memory), `plain_ms` (a step of plain decoding), `drafts` (the layers and heads that each draft
+      runs), `speedups` (see `speedup_table`; each with its draft length).
+
+    Raises:
+      ValueError: the device or the shape is unknown, or a number is out of range; one line.
+    """
+    if device not in ACCELERATORS:
+        raise ValueError(f"unknown device_model {shown(device)}; give one of {', '.join(ACCELERATORS)}")
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shown(shape)}; give one of {', '.join(SHAPES)}")
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; give at least 1")
+    if launch_us is not None and not 0 <= launch_us < float("inf"):
+        raise ValueError(f"launch_us is {launch_us}; give a number from 0 on")
+    accelerator = ACCELERATORS[device]
+    costs, drafts = usual(accelerator, shape, launch_us, steps)
+    estimated = steps is not None and steps(accelerator, SHAPES[shape], shape) is not None
+    table = speedup_table(costs, drafts, batch=batch)
+    return {
+        "prediction": True,
+        "estimated": estimated,
+        "device": device,
+        "shape": shape,
+        "dtype": costs.dtype,
+        "batch": batch,
+        "live": costs.live,
+        "bandwidth": accelerator.bandwidth,
+        "flops": accelerator.flops,
+        "launch_us": accelerator.launch_us if launch_us is None else launch_us,
+        "source": accelerator.source,
+        "fits": _BYTES * _size(SHAPES[shape]) <= accelerator.memory_bytes,
+        "plain_ms": DraftCost().round_ms(costs, 0, batch=batch),
+        "drafts": {name: dataclasses.asdict(draft) for name, draft in drafts.items()},
+        "speedups": {
+            name: {rate: dataclasses.asdict(one) for rate, one in by_rate.items()}
+            for name, by_rate in table.items()
+        },
+    }
+
+
+def _size(config: LlamaConfig) -> int:
+    layer, head = weights(config)
+    return config.num_layers * layer + head * (1 if config.tie_embeddings else 2)

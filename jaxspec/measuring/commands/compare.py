@@ -1,0 +1,109 @@
+"""`jaxspec compare`: the same prompt by several methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from jaxspec.cli.options import MethodsOptions, TextOptions
+from jaxspec.console.terminal import printable
+from jaxspec.host.progress import Progress
+
+# A speed-up from here on is no loss: a few timings differ by as much.
+_NO_LOSS = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare(TextOptions):
+    """Generate the same text by several methods, and compare their speed.
+
+    Each method runs once to compile, which may take a minute for all of them, then --repeats times in turn with
+    the others.
+
+    Speeds are of the tokens after the first; a speed-up is the median of the turns' ratios to plain decoding. The
+    mean acceptance length stands twice: tokens ÷ rounds, as Spec-Bench counts, and 1 + accepted ÷ drafts (drafting
+    rounds), as vLLM counts. The text is printed below the table, once if all agree.
+
+    Attributes:
+      repeats: how often each method runs, timed.
+      carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates.
+    """
+
+    repeats: int = 3
+    carry_gamma: bool = False
+    compared: MethodsOptions = MethodsOptions()  # noqa: RUF009
+
+    def run(self) -> int:
+        """Compares; returns the exit status."""
+        self.compared.made  # noqa: B018, checked before the model is loaded
+        prompt = self.read_prompt()
+        with Progress() as progress:
+            progress("loading the model")
+            lm = self.load()
+            from jaxspec.measuring.bench.comparison import compare
+
+            report = compare(
+                lm,
+                prompt,
+                self.compared.chosen(lm.config.num_layers),
+                repeats=self.repeats,
+                carry_gamma=self.carry_gamma,
+                on_progress=progress,
+                **self.generation(),
+            )
+        if self.json:
+            print(json.dumps(report))
+        else:
+            _print(report)
+        for entry in report["results"]:
+            if entry["speedup"] is not None:
+                _warn_slower(entry["method"], entry["speedup"])
+        return 0
+
+
+def _warn_slower(name: str, speedup: float) -> None:
+    """Prints one line if a method was clearly slower than plain decoding."""
+    if speedup < _NO_LOSS:
+        print(
+            f"jaxspec: warning: {name} is slower here than plain decoding ({speedup:.2f}×)", file=sys.stderr
+        )
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from jaxspec.measuring.bench.comparison import table
+
+    print(f"{report['model']}, {report['dtype']}, {report['device']}\n")
+    Console(file=sys.stdout).print(table(report))
+    print("times plain: the median over turns, each against plain decoding in the same turn")
+    if any(entry["lossy"] for entry in report["results"]):
+        print("lossy: the text does not follow the model's own distribution")
+    print()
+    for line in _texts(report["results"]):
+        print(printable(line, sys.stdout))
+
+
+def _texts(results: list[dict[str, Any]]) -> list[str]:
+    """The text, once if all methods have the same; else that of plain decoding, and of the others from where they
+    differ, or whole where texts are drawn at random."""
+    plain = results[0]
+    if plain["text"] is None:
+        return []
+    if all(entry["text"] == plain["text"] for entry in results):
+        return [f"text{', the same by all methods' if len(results) > 1 else ''}:", plain["text"]]
+    shown = [f"text by {plain['method']}:", plain["text"]]
+    for entry in results[1:]:
+        if entry["identical_to_autoregressive"] is None:
+            shown += [f"\ntext by {entry['method']}, drawn at random:", entry["text"]]
+        elif entry["text"] != plain["text"]:
+            pairs = enumerate(zip(entry["text"], plain["text"], strict=False))
+            shorter = min(len(entry["text"]), len(plain["text"]))
+            at = next((at for at, (left, right) in pairs if left != right), shorter)
+            shown += [
+                f"\ntext by {entry['method']}, from character {at + 1} where it differs:",
+                entry["text"][at:],
+            ]
+    return shown

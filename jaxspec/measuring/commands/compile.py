@@ -1,0 +1,204 @@
+"""`jaxspec compile`: compiles a model and a method ahead of time, without the accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from jaxspec.cli.methods import made
+from jaxspec.cli.options import Dtype, SamplingOptions, Weights
+from jaxspec.console.environment import compile_only
+from jaxspec.console.output import writable
+from jaxspec.host.files import write_atomic
+from jaxspec.host.progress import Progress
+from jaxspec.measuring.aot.accelerators import mesh_axes, parse_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile:
+    """Compile a method's programs for an accelerator that is not attached, and report on them.
+
+    Only the shape of the model is used: no weights are read or created. Files of a method (a plan, a probe) are
+    replaced by arbitrary values, because they are data to the program.
+
+    Copies are copies of whole caches or weights in one round; there should be none. A cache is written back if the
+    program moves all of it to fast memory, changes it there and moves it back. Collectives and GPU kernels are counted
+    over one round, including a full draft. Cycles are estimates of the TPU's compiler, not times. The floor is the
+    number of cycles to read memory at the published bandwidth; lower estimates are raised to it. The speed is a
+    prediction: for a TPU from these cycles, for a GPU from published figures.
+
+    Attributes:
+      topology: type and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on; or up to 8 GPUs of type
+        h100, h200, a100 or l4, such as h100:4.
+      shape: a common shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b; --draft takes these names too.
+      model: a directory, .gguf file or hub id whose config gives the shape, or the name of a model that comes with
+        jaxspec.
+      mesh: the arrangement of the chips, such as data=1,model=4: rows are split over data, heads over model. Default:
+        all chips along model.
+      method: as in `jaxspec generate`.
+      batch: rows decoded together.
+      capacity: the maximum length of a row in tokens; rounded up to a power of two.
+      dtype: dtype of weights and cache.
+      weights: int8 for int8 matrices with one scale per output channel, also in a draft model. Products convert them
+        to dtype; whole weights that the compiler converts are counted, and there should be none. Only a CPU rounds
+        activations to int8 too. Default: weights of dtype.
+      prefill: compile the prefill too; --no-prefill skips it.
+      hlo: write the optimised program of the rounds to this file.
+      json: print one JSON object and nothing else.
+    """
+
+    topology: str
+    shape: str | None = None
+    model: str | None = None
+    mesh: str | None = dataclasses.field(default=None, metadata={"metavar": "AXES"})
+    method: str = dataclasses.field(default="autoregressive", metadata={"metavar": "NAME"})
+    batch: int = 1
+    capacity: int = 1024
+    dtype: Dtype = "bfloat16"
+    weights: Weights | None = None
+    prefill: bool = True
+    hlo: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    json: bool = False
+    sampling: SamplingOptions = SamplingOptions()  # noqa: RUF009
+    drafting: Any = None
+
+    def run(self) -> int:
+        """Compiles; returns the exit status."""
+        topology = parse_topology(self.topology)
+        axes = mesh_axes(self.mesh, topology.num_devices)
+        method = made(self.method, self.drafting)
+        hlo = None if self.hlo is None else writable(self.hlo, "hlo")
+        compile_only()
+        with Progress() as progress:
+            from jaxspec.engine.loading import DTYPES, resolve_weights
+            from jaxspec.measuring.aot.programs import Place, devices, make
+            from jaxspec.measuring.aot.report import build, report
+            from jaxspec.measuring.aot.stand_ins import model_shape
+
+            place = Place.of(devices(topology), axes)
+            target = model_shape(self.model, self.shape)
+            target = dataclasses.replace(target, bits=resolve_weights(self.weights))
+            programs = make(
+                target,
+                method,
+                place,
+                batch=self.batch,
+                capacity=self.capacity,
+                dtype=DTYPES[self.dtype],
+                distribution=self.sampling.numbers(),
+            )
+            progress("compiling the rounds")
+            rounds = build(programs.rounds, programs.options)
+            if hlo is not None:
+                # The compiler returns no program if the rounds do not fit.
+                write_atomic(hlo, rounds.text or "the rounds do not fit the memory of a chip\n")
+            if self.prefill:
+                progress("compiling the prefill")
+            prefill = build(programs.prefill, programs.options) if self.prefill else None
+            found = report(programs, topology.accelerator, rounds, prefill)
+        record = {
+            "model": target.name,
+            "topology": self.topology,
+            "mesh": axes,
+            "method": str(method),
+            "batch": self.batch,
+            "capacity": programs.request.tokens.shape[1],
+            "dtype": self.dtype,
+            "weights": self.weights,
+            **found,
+        }
+        if self.json:
+            print(json.dumps(record))
+        else:
+            _print(record, topology.accelerator.source)
+        return 0
+
+
+def _print(record: dict[str, Any], source: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    axes = " × ".join(f"{name} {size}" for name, size in record["mesh"].items())
+    held = "" if record["weights"] is None else f" with {record['weights']} weights"
+    table = Table(
+        "",
+        "",
+        title=f"{record['model']}, {record['dtype']}{held}, {record['topology']} ({axes}), {record['method']}, batch "
+        f"{record['batch']}, capacity {record['capacity']}",
+        show_header=False,
+    )
+    table.columns[1].justify = "right"
+    table.add_row("fits the memory of a chip", "yes" if record["fits"] else "no")
+    if record["refusal"] is not None:
+        table.add_row("the compiler's message", record["refusal"])
+    for name, part in {"rounds": record, "prefill": record["prefill"]}.items():
+        if part is not None:
+            table.add_row(f"{name}: arguments per chip", _size(part["argument_bytes_per_device"]))
+            table.add_row(f"{name}: temporaries per chip", _size(part["temporary_bytes_per_device"]))
+            table.add_row(f"{name}: tracing and compiling", f"{part['compile_seconds']:.1f} s")
+    table.add_row("copies of a cache in a round", _number(record["cache_copies"]))
+    table.add_row("caches written back in a round", _number(record["cache_write_backs"]))
+    table.add_row("copies of a weight in a round", _number(record["weight_copies"]))
+    if record["weights"] is not None:
+        table.add_row("products", f"{record['weights']} weights × {record['dtype']} activations")
+    table.add_row("quantised weights written as floats", _number(record["dequantised_weights"]))
+    for kind, count in (record["collectives"] or {}).items():
+        table.add_row(f"{kind} in a round", _number(count))
+    if record["cycles"] is not None:
+        table.add_row("weights and caches multiplied by the vector unit", _number(record["vector_products"]))
+    if record["kernels_per_round"] is not None:
+        table.add_row("kernels started in a round", _number(record["kernels_per_round"]))
+        per_layer = record["kernels_per_layer"]
+        table.add_row("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}")
+    speed = record["predicted_tokens_per_second"]
+    if speed is not None or record["cycles"] is None:
+        predicted = "unknown" if speed is None else f"{speed:,.0f} tokens/s"
+        table.add_row("plain decoding, predicted upper bound", predicted)
+    console = Console(file=sys.stdout)
+    console.print(table)
+    if record["cycles"] is not None:
+        _print_cycles(console, record["cycles"], (record["prefill"] or {}).get("cycles"))
+    console.print(f"predicted from the figures of {source}", highlight=False, soft_wrap=True)
+
+
+def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] | None) -> None:
+    """Prints the compiler's estimates in thousands of cycles, one column for each part of a round."""
+    from rich.table import Table
+
+    from jaxspec.measuring.aot.cycles import EXCHANGES
+
+    columns = {"round": cycles["round"], **cycles["stages"]}
+    if cycles["draft_step"] is not None:
+        columns["draft step"] = cycles["draft_step"]
+    if prefill is not None:
+        columns["prompt chunk"] = prefill["round"]
+    table = Table("thousands of cycles", *columns, title="the compiler's estimate, not a time")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = [{**part["split"], "all": part["cycles"], "floor": part["floor"]} for part in columns.values()]
+    for name in rows[0]:
+        if name != EXCHANGES:  # the compiler does not estimate their cycles; their bytes are printed below
+            table.add_row(name, *(f"{row[name] / 1e3:,.0f}" for row in rows))
+    table.add_row("floor ÷ all", *(f"{part['of_floor']:.2f}" for part in columns.values()))
+    console.print(table)
+    for name, loop in cycles["loops"].items():
+        count = "once or never" if loop["trips"] is None else f"{loop['trips']} ×"
+        console.print(f"{name}: {count} {loop['cycles']:,} cycles", highlight=False, soft_wrap=True)
+    if cycles["exchanged_bytes"]:
+        console.print(
+            f"exchanged in a round: {_size(cycles['exchanged_bytes'])}; its cycles are not estimated"
+        )
+    milliseconds = f"{1e3 / cycles['clock'] * cycles['round']['cycles']:.2f} ms"
+    console.print(f"a round at {cycles['clock'] / 1e9:.2f} GHz: {milliseconds}", highlight=False)
+
+
+def _size(size: float | None) -> str:
+    if size is None:
+        return "unknown"
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
+
+
+def _number(count: float | None) -> str:
+    return "unknown" if count is None else f"{count:,.0f}"

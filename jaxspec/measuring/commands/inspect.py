@@ -1,0 +1,235 @@
+"""`jaxspec inspect`: measures which sublayers and exits of a model suit self-speculation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional
+
+from jaxspec.cli.options import ModelOptions
+from jaxspec.console.output import check_directory
+from jaxspec.console.tables import Table
+from jaxspec.host.progress import Progress
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """Show the effect of each sublayer of a model, and the agreement of early exits with the whole model.
+
+    Cosine similarity: between the hidden states before and after attention or an MLP; a sublayer near 1 may be skipped.
+
+    Mask: the sublayers that ASD would skip for each prompt, and the share of the weights that its draft still reads.
+
+    Exits: how often the first layers alone have the next token of the whole model.
+
+    --fitness and --int8 measure only what they name, unless a prompt, a number of the masks or --output is given too.
+
+    Fitness (--fitness): loss, agreement and confidence by exit on text that the model was not trained on, and whether
+    the model needs its depth. If it does not, drafts with skipped layers look better than they are.
+
+    Int8 (--int8): the loss on a short text and the agreement of greedy choices with int8 weights, and with int8 weights
+    and activations, compared with float32.
+
+    With --output, two figures are written too: inspect-similarity.svg and inspect-exits.svg.
+
+    Attributes:
+      prompts: texts to measure on. Default: a few of different kinds.
+      prompt_file: a file with one more text; one newline at its end is ignored.
+      max_new_tokens: the number of tokens to generate after each prompt, to measure the exits.
+        Default 64, or fewer if the context is shorter.
+      fitness: a text file that the model was not trained on; adds the fitness test, one kind of work per file.
+      int8: measure the fidelity of --weights int8.
+      output: a directory for the figures, created if missing. Default: no figures.
+      json: print one JSON object and nothing else.
+    """
+
+    prompts: Annotated[tuple[str, ...], Positional] = ()
+    prompt_file: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
+    fitness: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "FILE"})
+    int8: bool = False
+    output: str | None = None
+    json: bool = False
+    model: ModelOptions = ModelOptions()  # noqa: RUF009
+    asd: ASDNumbers = ASDNumbers()  # noqa: RUF009
+
+    def run(self) -> int:
+        """Inspects; returns the exit status."""
+        prompts = self.read_prompts()
+        if self.output is not None:
+            check_directory(Path(self.output))
+        if self.int8 and (self.model.weights or self.model.mesh):
+            raise ValueError(
+                "--int8 compares int8 with float32 on one device; leave out --weights and --mesh"
+            )
+        with Progress() as progress:
+            progress("loading the model")
+            from jaxspec.measuring.tuning.fitness_report import measure, read_texts
+            from jaxspec.measuring.tuning.inspection import inspect_model
+
+            lm = self.model.load()
+            texts = read_texts(lm, self.fitness)
+            report: dict[str, Any] = {"model": lm.name, "device": lm.device_kind, "dtype": lm.precision}
+            if self._analyses(prompts):
+                report = inspect_model(
+                    lm,
+                    prompts or None,
+                    asd=self.asd,
+                    max_new_tokens=self.max_new_tokens,
+                    on_progress=progress,
+                )
+            if texts:
+                progress("testing the fitness")
+                report["fitness"] = measure(lm, texts)
+            if self.int8:
+                from jaxspec.measuring.tuning import fidelity
+
+                text = fidelity.held_out_text(lm.directory)
+                report["int8"] = fidelity.measure(
+                    *(lm.config, lm.params, lm.tokenizer, text), on_progress=progress
+                )
+            report["figures"] = {}
+            if self.output is not None:
+                from jaxspec.measuring.tuning.figures import save_figures
+
+                progress("drawing")
+                report["figures"] = save_figures(report, self.output)
+        if self.json:
+            print(json.dumps(report))
+            return 0
+        _print(report)
+        for path in report["figures"].values():
+            print(f"jaxspec: wrote {path}", file=sys.stderr)
+        return 0
+
+    def _analyses(self, prompts: list[str]) -> bool:
+        """Whether similarities, masks and exits are measured: by default, or if an option of theirs is given."""
+        asked = (
+            prompts or self.output is not None or self.max_new_tokens is not None or self.asd != ASDNumbers()
+        )
+        return bool(asked) or not (self.fitness or self.int8)
+
+    def read_prompts(self) -> list[str]:
+        """Returns the given prompts, texts before files; an empty list if none is given.
+
+        Raises:
+          FileNotFoundError: a prompt file does not exist.
+          ValueError: a prompt is empty or not UTF-8 text.
+        """
+        from jaxspec.host.files import read_text
+
+        prompts = [*self.prompts]
+        for path in self.prompt_file:
+            prompts.append(read_text(path, "--prompt-file must be a text file").removesuffix("\n"))
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("a prompt is empty; give at least one character")
+            if any("\ud800" <= c <= "\udfff" for c in prompt):
+                raise ValueError("PROMPT is not text in UTF-8")
+        return prompts
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    console.print(
+        f"{report['model']}, {report['dtype']}, {report['device']}\n", markup=False, highlight=False
+    )
+    if "prompts" in report:
+        _print_analysis(report, console)
+    if "fitness" in report:
+        _print_fitness(report["fitness"], console)
+    if "int8" in report:
+        from jaxspec.measuring.tuning.fidelity import lines
+
+        console.print("\n".join(lines(report["int8"])), highlight=False, soft_wrap=True)
+
+
+def _print_analysis(report: dict[str, Any], console: Any) -> None:
+    number = len(report["prompts"])
+    titled = {
+        f"Average cosine similarity (ACS) over {number} prompt{'s' if number > 1 else ''}": _summary_table,
+        "ACS by layer, and agreement of the exit after it with the whole model's next token": _layer_table,
+        f"Masks by ADMG, α {report['alpha']:g}, m {report['every']}, n {report['keep_last']}; "
+        "one mark per layer: █ runs, ▄ MLP alone, · skipped": _mask_table,
+    }
+    for title, table in titled.items():
+        # A title of the table itself would be wrapped to the table's width.
+        console.print(title, highlight=False)
+        console.print(table(report))
+
+
+def _print_fitness(report: dict[str, Any], console: Any) -> None:
+    from jaxspec.measuring.tuning.fitness_report import by_exit
+
+    layers, cells = by_exit(report)
+    console.print(f"Fitness by exit after {', '.join(map(str, layers))} layers", highlight=False)
+    headings = ("text", "loss", "agreement", "confidence", "answers right")
+    console.print(Table(headings, [[kind, *row.values()] for kind, row in cells.items()], left=5))
+    console.print(f"The gate: {'passed' if report['passed'] else 'failed'}", highlight=False)
+    rows = [
+        [
+            check["name"],
+            "–" if check["value"] is None else f"{check['value']:.3f}",
+            check["wanted"],
+            "passed" if check["passed"] else "failed",
+        ]
+        for check in report["checks"]
+    ]
+    console.print(Table(("condition", "found", "wanted", ""), rows, name=40, left=4))
+
+
+def _summary_table(report: dict[str, Any]) -> Table:
+    """Returns the statistics of Table 1 of the ASD paper."""
+    kinds = {"attention": "attention", "mlp": "MLP"}
+    keys = {"minimum ACS": "min", "maximum ACS": "max", "mean ACS": "mean", "median ACS": "median"}
+    rows = [
+        [label, *(f"{report['similarity'][kind][key]:.3f}" for kind in kinds)] for label, key in keys.items()
+    ]
+    label = f"mean time, one token after {report['live_tokens'] - 1} (ms)"
+    rows.append([label, *(f"{report['time_ms'][kind]:.4f}" for kind in kinds)])
+    return Table(("over layers", *kinds.values()), rows, name=40)
+
+
+def _layer_table(report: dict[str, Any]) -> Table:
+    attention, mlp = (report["similarity"][kind]["by_layer"] for kind in ("attention", "mlp"))
+    by_layer = zip(attention, mlp, report["exit_agreement"], strict=True)
+    rows = [[str(layer), *(f"{value:.3f}" for value in row)] for layer, row in enumerate(by_layer, 1)]
+    return Table(("layer", "attention", "MLP", "exit agrees"), rows)
+
+
+def _mask_table(report: dict[str, Any]) -> Table:
+    depth = report["num_layers"]
+    entries = [(prompt["prompt"], prompt["mask"]) for prompt in report["prompts"]]
+    if len(entries) > 1:
+        entries.append(("(mean of all)", report["mask"]))
+    rows = [
+        [
+            textwrap.shorten(label, 20, placeholder="…") or "…",
+            _marks(mask, depth),
+            f"{len(mask['skip_attention'])} of {depth}",
+            f"{len(mask['skip_mlp'])} of {depth}",
+            f"{100 * mask['weights_read']:.0f} %",
+        ]
+        for label, mask in entries
+    ]
+    return Table(
+        ("prompt", "mask", "attention skipped", "MLP skipped", "weights read"), rows, name=20, left=2
+    )
+
+
+def _marks(mask: dict[str, Any], depth: int) -> str:
+    """Returns one mark per layer (upper half attention, lower half MLP), in groups of ten and lines of twenty."""
+    attention, mlp = set(mask["skip_attention"]), set(mask["skip_mlp"])
+    runs = ((layer not in attention, layer not in mlp) for layer in range(depth))
+    shown = {(True, True): "█", (False, True): "▄", (True, False): "▀", (False, False): "·"}
+    marks = [shown[run] for run in runs]
+    tens = ["".join(marks[first : first + 10]) for first in range(0, depth, 10)]
+    return "\n".join(" ".join(tens[at : at + 2]) for at in range(0, len(tens), 2))

@@ -1,0 +1,228 @@
+"""`jaxspec profile`: measures decoding steps on this device, or predicts them from an accelerator's figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.cli.options import ModelOptions
+from jaxspec.host.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Measure the decoding speed of a model on this device, and compare it with the limit of memory bandwidth.
+
+    The floor is the time to read every weight once, the fastest of several measurements. A step may be faster than
+    the floor through noise, or if the weights stay in the processor's cache.
+
+    A step of several rows verifies several tokens; it should cost little more than a step of one row.
+
+    Attributes:
+      shape: use random weights of a common shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b.
+      costs: show the costs of steps by rows, layers, texts and live tokens instead, and predicted speed-ups. They are
+        measured once per device, shape and dtype, and kept in the user's cache.
+      fresh: with --costs, measure again.
+      device_model: predict speed-ups for --shape from the published figures of a device instead: h100, h200, a100, l4,
+        v5e, v5p or v6e. Nothing is measured. For a TPU whose compiler is installed, the costs of steps are the
+        compiler's cycles; compiling them takes a minute the first time.
+      batch: the number of texts for which speed-ups are predicted. Default 1.
+      launch_us: with --device-model, microseconds to start one operation; replaces the compiler's cycles. Default:
+        the device's.
+      json: print one JSON object and nothing else.
+    """
+
+    shape: str | None = None
+    costs: bool = False
+    fresh: bool = False
+    device_model: str | None = None
+    batch: int | None = None
+    launch_us: float | None = None
+    json: bool = False
+    model: ModelOptions = ModelOptions()  # noqa: RUF009
+
+    def run(self) -> int:
+        """Measures or predicts; returns the exit status."""
+        self._check()
+        if self.device_model is not None:
+            report, show = self._predict(), _print_prediction
+        elif self.costs:
+            report, show = self._costs(), _print_costs
+        else:
+            report, show = self._profile(), _print
+        if self.json:
+            print(json.dumps(report))
+        else:
+            show(report)
+        return 0
+
+    def _check(self) -> None:
+        """Checks that the given options fit together."""
+        paper = self.device_model is not None
+        if paper and (self.costs or self.model != ModelOptions()):
+            raise ValueError(
+                "`device_model` predicts for a named shape on a device that is not attached; give it with `shape`, "
+                "without `costs`, `model`, `dtype`, `weights`, `device` or `mesh`"
+            )
+        # Each process would create the random weights on devices that may belong to another process.
+        if self.shape is not None and self.model.processes.asked:
+            raise ValueError(
+                "`shape` is measured by one process; give `model`, or leave out `distributed` and `coordinator_address`"
+            )
+        if paper and self.shape is None:
+            raise ValueError("`device_model` needs a shape; give `shape`, such as 8b")
+        wrong = {
+            "fresh": self.fresh and not self.costs,
+            "batch": self.batch is not None and not (self.costs or paper),
+            "launch_us": self.launch_us is not None and not paper,
+        }
+        needs = {"fresh": "`costs`", "batch": "`costs` or `device_model`", "launch_us": "`device_model`"}
+        if name := next((name for name, is_wrong in wrong.items() if is_wrong), None):
+            raise ValueError(f"`{name}` is given without {needs[name]}; give both, or neither")
+        if self.batch is not None and self.batch < 1:
+            raise ValueError(f"batch is {self.batch}; give at least 1")
+
+    def _profile(self) -> dict[str, Any]:
+        from jaxspec.measuring.bench.device_profile import profile
+
+        given = self.model
+        with Progress() as progress:
+            return profile(
+                given.model,
+                self.shape,
+                given.dtype,
+                given.device,
+                given.mesh,
+                weights=given.weights,
+                on_progress=progress,
+            )
+
+    def _costs(self) -> dict[str, Any]:
+        from jaxspec.choosing.costs import kinds, speedup_table
+        from jaxspec.measuring.bench.device_profile import language_model
+        from jaxspec.measuring.bench.step_costs import remembered_step_costs
+
+        given, warnings = self.model, list[str]()
+        with Progress() as progress:
+            progress("loading the model")
+            lm = language_model(given.model, self.shape, given.dtype, given.device, given.mesh, given.weights)
+            costs, measured = remembered_step_costs(
+                lm, fresh=self.fresh, on_progress=progress, on_warning=warnings.append
+            )
+        for line in warnings:
+            print(f"jaxspec: warning: {line}", file=sys.stderr)
+        table = speedup_table(costs, kinds(costs.num_layers), batch=self.batch or 1)
+        return {
+            "measured_now": measured,
+            "batch": self.batch or 1,
+            "costs": dataclasses.asdict(costs),
+            "speedups": {
+                name: {rate: dataclasses.asdict(one) for rate, one in by_rate.items()}
+                for name, by_rate in table.items()
+            },
+        }
+
+    def _predict(self) -> dict[str, Any]:
+        from jaxspec.measuring.aot.roofline import report
+
+        assert self.device_model is not None
+        assert self.shape is not None
+        given = (self.device_model, self.shape, self.batch or 1, self.launch_us)
+        if self.launch_us is not None:
+            return report(*given)
+        from jaxspec.measuring.aot.cost_estimates import estimated
+
+        with Progress() as progress:
+            return report(*given, functools.partial(estimated, on_progress=progress))
+
+
+def _print(report: dict[str, Any]) -> None:
+    table = _table(f"{report['model']}, {report['dtype']}, {report['device']}")
+    floor, fraction = report["floor_ms"], report["floor_fraction"]
+    table.add_row("floor: read all weights once", f"{floor:.3f} ms")
+    steps: dict[str, float] = report["step_ms"]
+    for rows, step_ms in steps.items():
+        table.add_row(f"step of {rows} row{'s' if rows != '1' else ''}", f"{step_ms:.3f} ms")
+    table.add_row("floor ÷ step of 1 row, fastest of each", f"{fraction:.2f}")
+    table.add_row("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}")
+    tree, traced = report["tree_ratio"], report["traced_tree_ratio"]
+    table.add_row("round with a tree of 8 tokens ÷ with a chain of 8", f"{tree:.2f}")
+    table.add_row("  with a tree of traced shape", f"{traced:.2f}")
+    table.add_row("each live token, from 100 to 1,000", f"{report['live_token_us']:.2f} µs")
+    table.add_row("  its keys and values at the floor's bandwidth", f"{report['live_token_floor_us']:.2f} µs")
+    table.add_row("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s")
+    table.add_row("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s")
+    _show(table)
+
+
+def _print_costs(report: dict[str, Any]) -> None:
+    from jaxspec.choosing.costs import StepCosts
+
+    costs = StepCosts(**report["costs"])
+    table = _table(f"{costs.model}, {costs.dtype}, {costs.device}, after {costs.live} tokens")
+    for rows, batch, step_ms in costs.full_ms:
+        texts = "" if batch == 1 else f" of each of {batch} texts"
+        table.add_row(f"step of {rows} row{'s' if rows > 1 else ''}{texts}", f"{step_ms:.3f} ms")
+    cut, layers = costs.cut_layers, costs.num_layers
+    table.add_row(f"step of 1 row through {cut} of {layers} layers and the head", f"{costs.cut_ms:.3f} ms")
+    table.add_row("  one layer", f"{costs.step_ms(layers=1) - costs.step_ms(layers=0):.3f} ms")
+    table.add_row("each live token", f"{1e3 * costs.live_token_ms:.2f} µs")
+    table.add_row("overhead of a round", f"{costs.loop_ms:.3f} ms")
+    table.add_row("n-gram lookup of a draft", f"{costs.lookup_ms:.3f} ms")
+    table.add_row("prefill of a token", f"{costs.absorb_ms:.3f} ms")
+    _show(table)
+    _print_speedups(report["speedups"], f"predicted from these costs, {_texts(report['batch'])}")
+
+
+def _print_prediction(report: dict[str, Any]) -> None:
+    title = f"prediction, not a measurement: {report['shape']} on {report['device']}, {report['dtype']}"
+    table = _table(title)
+    table.add_row("bandwidth", f"{1e-9 * report['bandwidth']:,.0f} GB/s")
+    table.add_row("peak operations per second", f"{1e-12 * report['flops']:,.0f} · 10¹²")
+    if report["estimated"]:
+        table.add_row("steps", "from the compiler's cycles")
+    else:
+        table.add_row("start of an operation (assumed)", f"{report['launch_us']:g} µs")
+    table.add_row(f"step of plain decoding, {_texts(report['batch'])}", f"{report['plain_ms']:.3f} ms")
+    if not report["fits"]:
+        table.add_row("the weights do not fit its memory", "ignored")
+    _show(table)
+    _print_speedups(
+        report["speedups"], f"prediction, {_texts(report['batch'])}, {report['live']} live tokens"
+    )
+
+
+def _print_speedups(speedups: dict[str, Any], title: str) -> None:
+    from rich.table import Table
+
+    table = Table("acceptance", *speedups, title=f"speed-up over plain decoding (draft tokens): {title}")
+    for rate in next(iter(speedups.values())):
+        cells = (by_rate[rate] for by_rate in speedups.values())
+        table.add_row(rate, *(f"{one['speedup']:.2f} ({one['num_draft_tokens']})" for one in cells))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    _show(table)
+
+
+def _texts(batch: int) -> str:
+    return "one text" if batch == 1 else f"{batch} texts"
+
+
+def _table(title: str) -> Table:
+    from rich.table import Table
+
+    table = Table("", "", title=title, show_header=False)
+    table.columns[1].justify = "right"
+    return table
+
+
+def _show(table: Table) -> None:
+    from rich.console import Console
+
+    Console(file=sys.stdout).print(table)

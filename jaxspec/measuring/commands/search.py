@@ -1,0 +1,116 @@
+"""`jaxspec search`: searches the sublayers to skip in self-speculative drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from jaxspec.cli.options import ModelOptions
+from jaxspec.console.output import output_file
+from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.tables import Table
+from jaxspec.console.terminal import tell
+from jaxspec.host.extras import require
+from jaxspec.host.progress import Progress
+from jaxspec.measuring.tuning.tuning_options import PromptOptions, SearchOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Search the sublayers to skip when the model drafts for itself, for --method draft-verify.
+
+    The search uses Bayesian optimisation; no mask is tried twice. Every trial is logged, so the same command resumes
+    an interrupted search.
+
+    Most of the time, about a minute on a CPU, is spent on compilation and on measuring the costs of a round's parts.
+
+    Attributes:
+      output: the plan file to write. Default: jaxspec.plan.json in the model's directory or, if that is not writable
+        or belongs to jaxspec, in the user's data directory; the method finds it in both.
+      resume: continue an interrupted search; --no-resume begins again. Default: yes.
+      json: print one JSON object and nothing else.
+    """
+
+    output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    resume: bool = True
+    json: bool = False
+    search: SearchOptions = SearchOptions()  # noqa: RUF009
+    prompts: PromptOptions = PromptOptions()  # noqa: RUF009
+    model: ModelOptions = ModelOptions()  # noqa: RUF009
+
+    def run(self) -> int:
+        """Searches; returns the exit status."""
+        if not self.search.random:
+            require("search", "bayes_opt")
+        with Progress() as progress:
+            progress("loading the model")
+            from jaxspec.host import lock
+            from jaxspec.io.methods.method_files import PLAN_NAME, write_plan
+            from jaxspec.measuring.tuning.mask_search import found_by, report, search
+            from jaxspec.measuring.tuning.texts import read_prompts
+
+            options = self.search
+            lm = self.model.load()
+            output = output_file(self.output, lm, PLAN_NAME)
+            with lock.exclusive(output.parent, tell, "output", f"{output.name}.lock"):
+                found = search(
+                    lm,
+                    read_prompts(lm, options.tokens, self.prompts),
+                    options,
+                    output.with_suffix(".trials.jsonl"),
+                    resume=self.resume,
+                    on_progress=progress,
+                    on_trial=lambda kind, done, budget, best: progress.count(
+                        f"{kind} search", done, budget, f"best {best.score:.3f}"
+                    ),
+                )
+                write_plan(output, lm.fingerprint, found.best.plan, found_by(found, options))
+        result = report(lm, found, options) | {"output": str(output)}
+        if self.json:
+            print(json.dumps(result))
+        else:
+            _print(result)
+        best = result["best"]
+        speedup = best["score"] if options.objective == "speed" else best["predicted_speedup"]
+        if speedup < 1:
+            print(
+                f"jaxspec: warning: with every mask tried, drafts are slower than plain decoding ({speedup:.2f}×)",
+                file=sys.stderr,
+            )
+        if found.interrupted:
+            print(
+                f"jaxspec: interrupted; the best so far is in {output}; the same command continues",
+                file=sys.stderr,
+            )
+            return INTERRUPTED
+        return 0
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    title = f"{report['model']}, {report['dtype']}, {report['device']}; {report['num_masks']:,.4g} masks"
+    console.print(title, markup=False, highlight=False)
+    by_speed = report["objective"] == "speed"
+    headings = ["search", "masks tried", "seconds", "skips attention + MLP"]
+    headings += ["tokens/s", "speed-up"] if by_speed else ["agreement", "draft tokens", "predicted speed-up"]
+    rows = []
+    for entry in report["searches"]:
+        if by_speed:
+            worth = [f"{entry['tokens_per_second']:.1f}", f"{entry['score']:.2f}"]
+        else:
+            worth = [f"{entry['agreement']:.3f}", str(entry["num_draft_tokens"])]
+            worth += [f"{entry['predicted_speedup']:.2f}"]
+        skipped = f"{len(entry['skip_attention'])} + {len(entry['skip_mlp'])}"
+        rows.append([entry["search"], str(entry["trials"]), f"{entry['seconds']:.0f}", skipped, *worth])
+    console.print(Table(headings, rows))
+    best = report["best"]
+    for name, key in (("attention", "skip_attention"), ("MLP", "skip_mlp")):
+        layers = ", ".join(map(str, best[key])) or "none"
+        console.print(f"best of all skips {name} of layers: {layers}", highlight=False, soft_wrap=True)
+    console.print(
+        f"written to {report['output']}, for --method draft-verify", highlight=False, soft_wrap=True
+    )

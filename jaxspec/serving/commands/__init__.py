@@ -1,0 +1,1 @@
+"""The commands `serve` and `batch`; see the table in `jaxspec.cli`."""
