@@ -119,6 +119,11 @@ class Feeding:
         function, arguments, static = call
         return self._loop.executables.call(function, *arguments, **static)
 
+    def prepare(self, call: Call) -> None:
+        """Compiles a call in the background."""
+        function, arguments, static = call
+        self._loop.executables.prepare(function, *arguments, **static)
+
     def capacity(self, requests: Sequence[RowRequest]) -> int:
         """Returns the initial capacity of a batch, for its prompts and a round."""
         longest = max(len(request.prompt) for request in requests)
@@ -227,9 +232,9 @@ class Feeding:
             caches = Caches(state.cache, self._drafter.absorbed(state.drafter_state))
             self._reuse.keep(0, np.array([*tokens, -1]), caches)
 
-    def keep(self, state: DecodeState, row: int, length: int) -> None:
-        """Keeps the caches of a row with `length` tokens for later texts."""
-        if self._reuse is not None:
+    def keep(self, state: DecodeState | None, row: int, length: int) -> None:
+        """Keeps the caches of a row with `length` tokens for later texts; `state`: None before the first prefill."""
+        if self._reuse is not None and state is not None:
             self._reuse.keep(row, fetched(state.tokens)[row, :length], self._strategy.caches(state))
 
     def rounds(self, state: Any, parts: Parts) -> Call:

@@ -185,7 +185,7 @@ class Session:
         """Ends a request before the next step, such as after a stop string; its row is free then."""
         for row, held in enumerate(self.rows.held):
             if held is not None and held.index == index:
-                self._keep(row)
+                self._feeding.keep(self._state, row, int(self.rows.lengths[row]))
                 self.rows.stop(row)
         for refill in self._refills:
             for row, held in refill.rows.items():
@@ -298,7 +298,7 @@ class Session:
         ):
             # The loop is made ready in the background during the prefill.
             state, _ = self._executables.shapes(compiled.prefill, *arguments, **prompts.static)
-            self._prepare_rounds(state)
+            self._feeding.prepare(self._feeding.rounds(state, self._parts))
         self._state, emitted = self._executables.call(compiled.prefill, *arguments, **prompts.static)
         updates = self._updates(emitted, list(enumerate(range(len(first)))), begins=True)
         if self.rows.busy and not self._joins:
@@ -353,7 +353,8 @@ class Session:
         """
         requests = [held.request for held in rows.values() if held is not None]
         if (needed := self._feeding.capacity(requests)) > self.capacity:
-            self._grow(needed)
+            self._state = self._feeding.grown(self._state, needed)
+            self.strategy.changed()
         count = buckets.rows_for(len(requests), len(self.rows))
         some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
         requests += [some] * (count - len(requests))
@@ -400,26 +401,19 @@ class Session:
         every = *self.rows.held, *self._waiting, *(held for refill in self._refills for held in refill.held)
         unfinished = [held.request for held in every if held is not None]
         if buckets.must_grow(longest, reach, self.capacity):
-            self._grow(self.capacity + 1)
+            self._state = self._feeding.grown(self._state, self.capacity + 1)
+            self.strategy.changed()
         elif self.loop.mesh is None and buckets.may_grow(longest, unfinished, reach, self.capacity):
             # The programs for the next capacity are compiled in the background.
             static = {"capacity": self._feeding.larger(self.capacity), "mesh": None}
-            self._executables.prepare(compiled.grow, self._state, **static)
-            self._prepare_rounds(self._executables.shapes(compiled.grow, self._state, **static))
+            self._feeding.prepare((compiled.grow, (self._state,), static))
+            larger = self._executables.shapes(compiled.grow, self._state, **static)
+            self._feeding.prepare(self._feeding.rounds(larger, self._parts))
         turn = Turn(max_rounds, self.rows.halt, self.rows.remaining)
         self._state, emitted = self.strategy.rounds(self._params, self._parts, self._state, turn)
         updates = self._updates(emitted, list(enumerate(range(len(self.rows)))))
         self.strategy.learn()
         return updates
-
-    def _prepare_rounds(self, state: Any) -> None:
-        """Compiles the loop in the background for a state of these shapes."""
-        function, arguments, static = self._feeding.rounds(state, self._parts)
-        self._executables.prepare(function, *arguments, **static)
-
-    def _grow(self, needed: int) -> None:
-        self._state = self._feeding.grown(self._state, needed)
-        self.strategy.changed()
 
     def _resize(self, batch: int) -> None:
         """Keeps the first `batch` rows, or adds free ones."""
@@ -460,11 +454,6 @@ class Session:
         """Whether waiting requests join a batch that begins with one of them, each with its own prefill call."""
         return self._elastic and self._feeding.alone and len(self._waiting) > 0
 
-    def _keep(self, row: int) -> None:
-        """Keeps the caches of a row for later texts."""
-        if self._state is not None:
-            self._feeding.keep(self._state, row, int(self.rows.lengths[row]))
-
     def _updates(
         self, emitted: Emitted, rows: Sequence[tuple[int, int]], begins: bool = False
     ) -> list[Update]:
@@ -487,7 +476,7 @@ class Session:
             reused = held.request.start
             updates.append(Update(held.index, row, tokens, done, broken, stats, held.began, reused))
             if (begins or done) and not broken:
-                self._keep(row)
+                self._feeding.keep(self._state, row, int(self.rows.lengths[row]))
             if done:
                 self.rows.held[row] = None
         return updates

@@ -16,6 +16,7 @@ from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor
 from jaxspec.engine import buckets, compiled, language_model
 from jaxspec.engine.buckets import bucket
 from jaxspec.engine.compiled import Loop
+from jaxspec.engine.feeding import Feeding
 from jaxspec.engine.requests import RowRequest
 from jaxspec.engine.session import Session
 from jaxspec.engine.strategies import for_drafter
@@ -406,10 +407,8 @@ def test_nothing_recompiles_within_a_bucket(lm, method):
 def test_what_is_compiled_is_not_traced_again(monkeypatch):
     """The loop is compiled during the first prefill from its result's shapes; a later prefill has its own shapes."""
     prepared = []
-    prepare = Session._prepare_rounds
-    monkeypatch.setattr(
-        Session, "_prepare_rounds", lambda self, state: prepared.append(state) or prepare(self, state)
-    )
+    prepare = Feeding.prepare
+    monkeypatch.setattr(Feeding, "prepare", lambda self, call: prepared.append(call) or prepare(self, call))
     lm = tiny.language_model()
     for _ in range(2):
         generate(lm, PROMPTS, "ngram", max_new_tokens=4)
