@@ -234,7 +234,7 @@ def _s2d(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 def choosing(config: LlamaConfig, candidates: tuple[Any, ...], **changes: Any) -> Choosing:
     """Returns a drafter that chooses among candidates; a draft token of a model costs 0.25 steps, a row 0.05.
 
-    `changes`: `cost`, `row_cost`, and `accept` of all models; or fields of `Choosing`.
+    `changes`: `cost`, `row_cost`, and `accept` of the models, one for all or one for each; or fields of `Choosing`.
     """
     cost, row_cost, accept = (
         changes.pop(name, n) for name, n in (("cost", 0.25), ("row_cost", 0.05), ("accept", 0.75))
@@ -242,7 +242,8 @@ def choosing(config: LlamaConfig, candidates: tuple[Any, ...], **changes: Any) -
     turns = tuple(one.taking_turns() for one in candidates)
     copies = [isinstance(one, LookupDrafter) for one in turns]
     costs = tuple(0.0 if copy else cost for copy in copies)
-    known = tuple((0.5, 0.75) if copy else accept for copy in copies)
+    each = iter(accept if isinstance(accept, tuple) else (accept,) * len(turns))
+    known = tuple((0.5, 0.75) if copy else next(each) for copy in copies)
     longest = max(one.num_draft_tokens for one in turns)
     prices = simple_prices(widths_of(turns), longest, costs, row_cost, known)
     return Choosing(config, turns, prices, **{"memory": jnp.float32(0.95), **changes})
@@ -269,15 +270,16 @@ def _hybrid(
 def _among(
     *make: Callable[[LlamaConfig, Any], tuple[Any, Any]],
     lookups: tuple[Callable[[], Any], ...],
+    accept: float | tuple[float, ...] = 0.75,
     **changes: Any,
 ) -> Case:
-    """Returns the case of lookups and models that the rows of a batch choose together."""
+    """Returns the case of lookups and models that the rows of a batch choose together; `accept`: see `choosing`."""
 
     def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
         drafters, own = zip(*(one(config, Constant()) for one in make), strict=True)
         firsts = tuple(first() for first in lookups)
         # A model whose draft was wrong is followed by another one.
-        numbers = {"cost": 0.2, "row_cost": 0.01, "memory": jnp.float32(0.8)}
+        numbers = {"cost": 0.2, "row_cost": 0.01, "accept": accept, "memory": jnp.float32(0.8)}
         return choosing(config, firsts + drafters, **numbers), (*(None for _ in firsts), *own)
 
     return Case(made, family="choosing", has_rule=False, **changes)
@@ -499,7 +501,9 @@ DRAFTERS: dict[str, Case] = {
     "hybrid-tree-drawn": _hybrid(_random, _tree(_eagle_vocab, DRAWN).make, "constant"),
     "hybrid-tree": _hybrid(suffix, _tree(_eagle).make, "constant"),
     "choosing-heads": _among(_eagle, _eagle3, lookups=(suffix,)),
-    "choosing-trees": _among(_tree(_eagle_vocab, DRAWN).make, _layerskip, lookups=(_random,)),
+    "choosing-trees": _among(
+        _tree(_eagle_vocab, DRAWN).make, _layerskip, lookups=(_random,), accept=(0.9, 0.6)
+    ),
     "choosing": _among(_layerskip, _draft_model, lookups=(_random, suffix), methods=("auto",), config=DEEP),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(
