@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import tempfile
 
 import pytest
 
+from jaxspec.host import progress
 from jaxspec.methods import registry
 from tests import xla
 
@@ -41,6 +43,8 @@ def pytest_configure(config):
     os.environ["JAXSPEC_DATA"] = os.path.join(os.devnull, "data")
     # Most tests are about plain decoding where they name no method.
     registry.DEFAULT = "autoregressive"
+    # A line of the log would stand between expected ones wherever a compilation takes long.
+    progress._LOG_S = math.inf
     # In the background of a shell, this process and its children would ignore Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
