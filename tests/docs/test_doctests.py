@@ -56,9 +56,9 @@ def module_name(path: Path) -> str:
 
 
 def named(page: str) -> set[str]:
-    """Returns the names that a page has in backquotes or imports, and those that the public packages list."""
+    """Returns the names of classes in backquotes and of imports on a page, and those that the public packages list."""
     imports = " ".join(re.findall(r"^from [\w.]+ import (.*)$", page, re.MULTILINE))
-    found = {*re.findall(r"`(?:\w+\.)*(\w+)`", page), *re.findall(r"\w+", imports)}
+    found = {*re.findall(r"`(?:\w+\.)*([A-Z]\w*)`", page), *re.findall(r"\w+", imports)}
     return found | {*methods.__all__, *testing.__all__}
 
 
