@@ -252,19 +252,17 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 def speedup_table(
-    costs: StepCosts, drafts: Mapping[str, DraftCost], live: int | None = None, batch: int = 1
+    costs: StepCosts, drafts: Mapping[str, DraftCost], batch: int = 1
 ) -> dict[str, dict[str, Prediction]]:
     """Returns predicted speed-ups, by the draft's name and by each of `ACCEPTANCES` as a string such as "0.8".
 
     Args:
       costs: the device's costs of steps.
       drafts: the costs of drafts, by name.
-      live, batch: as in `StepCosts.step_ms`.
+      batch: as in `StepCosts.step_ms`.
     """
     return {
-        name: {
-            f"{rate:g}": predicted_speedup(rate, draft, costs, live=live, batch=batch) for rate in ACCEPTANCES
-        }
+        name: {f"{rate:g}": predicted_speedup(rate, draft, costs, batch=batch) for rate in ACCEPTANCES}
         for name, draft in drafts.items()
     }
 

@@ -11,29 +11,28 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import is_shape, param_shapes
 from jaxspec.model.quantisation import is_quantised
 
 
-def random_params(config: LlamaConfig, seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
+def random_params(config: LlamaConfig, seed: int) -> dict[str, Any]:
     """Returns parameters without zeros and ones, so that tests detect a missing bias or norm."""
-    return random_tree(param_shapes(config), seed, dtype)
+    return random_tree(param_shapes(config), seed)
 
 
-def random_tree(shapes: dict[str, Any], seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
+def random_tree(shapes: dict[str, Any], seed: int) -> dict[str, Any]:
     """Returns parameters as `random_params` does for a tree of shapes, with norms and biases recognised by name."""
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, shape: tuple[int, ...]) -> np.ndarray:
         noise = rng.standard_normal(shape)
         if path[-1].key.endswith("norm"):
-            return (1 + 0.2 * noise).astype(dtype)
+            return (1 + 0.2 * noise).astype(np.float32)
         if path[-1].key.endswith("bias"):
-            return (0.3 * noise).astype(dtype)
-        return (noise / math.sqrt(shape[-1])).astype(dtype)
+            return (0.3 * noise).astype(np.float32)
+        return (noise / math.sqrt(shape[-1])).astype(np.float32)
 
     drawn: dict[str, Any] = jax.tree.map_with_path(draw, shapes, is_leaf=is_shape)
     return drawn
