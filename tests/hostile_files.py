@@ -131,6 +131,12 @@ def torch_files() -> dict[str, bytes]:
         + b"tq\x010"
         + b"h\x00h\x01R0" * 300_000
         + b".",
+        "a tensor with many arguments": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00("
+        + tensor().partition(b"(")[2].removesuffix(b"tR")
+        + b"N" * 300_000
+        + b"tq\x010"
+        + b"h\x00h\x01R0" * 300_000
+        + b".",
         "system": b"cposix\nsystem\n(" + text("true") + b"tR.",
         "eval by inst": b"(" + text("1") + b"ibuiltins\neval\n.",
         "object": b"\x80\x02cbuiltins\nobject\n)\x81.",

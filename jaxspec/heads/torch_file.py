@@ -121,9 +121,19 @@ class _Parts:
         return self._numbers[storage]
 
     def tensor(
-        self, storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *rest: Any
+        self,
+        storage: _Storage,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        requires_grad: Any = None,
+        hooks: Any = None,
+        metadata: Any = None,
     ) -> np.ndarray:
-        """Returns a view of a storage, checked to stay within it and not to repeat its numbers."""
+        """Returns a view of a storage, checked to stay within it and not to repeat its numbers.
+
+        The last three arguments have no effect on the numbers. A pickle could repeat a call with many more of them.
+        """
         if (
             not isinstance(storage, _Storage)
             or not isinstance(shape, tuple)
