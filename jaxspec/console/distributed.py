@@ -140,8 +140,8 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
         return
     if mesh is None:
         raise ValueError("several processes run on one mesh; give its axes, such as mesh=data=2,model=4")
-    if options.process_id == 0:
-        _check_port(options.coordinator_address or "")
+    if options.process_id == 0 and options.coordinator_address is not None:
+        _check_port(options.coordinator_address)
     if not os.environ.get("JAXSPEC_DEBUG"):
         _filter_libraries(program, options)
     import jax
