@@ -35,12 +35,6 @@ class Penalties:
         shorter sequences.
       ngram: int32[B], n: no n tokens in a row occur twice in prompt and text. 0 for no ban.
       longest_ngram: the largest n, static.
-
-    Examples:
-      >>> halved = Penalties(begin=jnp.array([2]), repetition=jnp.array([2.0]))
-      >>> text, logits = jnp.array([[1, 3, 0]]), jnp.array([[[4.0, 4.0, 4.0, -4.0]]])
-      >>> halved.apply(logits, text, length=jnp.array([2])).tolist()
-      [[[4.0, 2.0, 4.0, -8.0]]]
     """
 
     begin: jax.Array

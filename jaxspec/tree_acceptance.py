@@ -108,12 +108,6 @@ def chances(target: jax.Array, tokens: jax.Array, distributions: jax.Array) -> t
 
     Returns:
       float32[B, C] and float32[B, V].
-
-    Examples:
-      >>> distribution = jnp.log(jnp.array([[[0.5, 0.25, 0.25], [0.0, 0.5, 0.5]]]))
-      >>> chance, rest = chances(jnp.array([[0.25, 0.75, 0.0]]), jnp.array([[0, 2]]), distribution)
-      >>> chance.tolist(), rest.tolist()
-      ([[0.5, 0.0]], [[0.0, 1.0, 0.0]])
     """
 
     def step(p: jax.Array, sibling: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -120,6 +120,23 @@ def torch_files() -> dict[str, bytes]:
         "build with an array's state": by_name(tensor() + b"(K\x01(K\x04tNK\x00" + text("") + b"tb"),
         "build with code": by_name(b"ccollections\nOrderedDict\n)R}" + text("__class__") + b"K\x01sb"),
         "build on a function": by_name(b"ctorch._utils\n_rebuild_parameter\n}" + text("__code__") + b"Nsb"),
+        "build with slots": by_name(b"ctorch._utils\n_rebuild_parameter\nN}" + text("call") + b"Ns\x86b"),
+        "deep key": b"\x80\x02}" + b")" + b"\x85" * 500_000 + b"K\x01s.",
+        "deep key of an OrderedDict": b"\x80\x02ccollections\nOrderedDict\n)R"
+        + b")"
+        + b"\x85" * 500_000
+        + b"K\x01s.",
+        "many arguments, many times": b"\x80\x02ctorch._utils\n_rebuild_parameter\nq\x00("
+        + b"N" * 300_000
+        + b"tq\x010"
+        + b"h\x00h\x01R0" * 300_000
+        + b".",
+        "a tensor with many arguments": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00("
+        + tensor().partition(b"(")[2].removesuffix(b"tR")
+        + b"N" * 300_000
+        + b"tq\x010"
+        + b"h\x00h\x01R0" * 300_000
+        + b".",
         "system": b"cposix\nsystem\n(" + text("true") + b"tR.",
         "eval by inst": b"(" + text("1") + b"ibuiltins\neval\n.",
         "object": b"\x80\x02cbuiltins\nobject\n)\x81.",

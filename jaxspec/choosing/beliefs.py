@@ -34,10 +34,6 @@ def informed(known: Sequence[float], seen: np.ndarray | None) -> tuple[float, ..
     Args:
       known: of some positions; the last value holds for later ones.
       seen: float[K, 2], accepted and rejected draft tokens by position; None for none.
-
-    Examples:
-      >>> informed((0.9,), np.array([[0.0, 90.0], [0.0, 0.0]]))
-      (0.09, 0.9)
     """
     if seen is None:
         return tuple(known)
@@ -47,12 +43,7 @@ def informed(known: Sequence[float], seen: np.ndarray | None) -> tuple[float, ..
 
 
 def remembered(before: np.ndarray | None, seen: np.ndarray) -> np.ndarray:
-    """Returns counts [K, 2] over texts, in which those `before` weigh less than those of one more text.
-
-    Examples:
-      >>> remembered(np.array([[100.0, 0.0]]), np.array([[1.0, 2.0], [1.0, 0.0]])).tolist()
-      [[96.0, 2.0], [1.0, 0.0]]
-    """
+    """Returns counts [K, 2] over texts, in which those `before` weigh less than those of one more text."""
     sums = np.array(seen, np.float64)
     if before is None:
         return sums

@@ -32,11 +32,6 @@ class StepCosts:
       loop_ms: time of a round that is not spent in its steps.
       lookup_ms: time of one search of a lookup drafter.
       absorb_ms: time per token of a prefill through all layers.
-
-    Examples:
-      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.01)
-      >>> costs.step_ms(), costs.step_ms(3), costs.step_ms(9), costs.step_ms(layers=2), costs.step_ms(live=200)
-      (10.0, 12.0, 18.0, 6.0, 11.0)
     """
 
     device: str
@@ -102,10 +97,6 @@ def guessed_row(platform: str) -> float:
 
     Args:
       platform: cpu, gpu or tpu.
-
-    Examples:
-      >>> guessed_row("tpu")
-      0.006
     """
     return {"cpu": 0.12, "tpu": 0.006}.get(platform, 0.01)
 
@@ -118,10 +109,6 @@ def guessed(num_layers: int, row: float) -> StepCosts:
     Args:
       num_layers: the model's number of layers.
       row: the cost of each additional row, relative to a step of one row, see `guessed_row`.
-
-    Examples:
-      >>> guessed(10, row=0.1).step_ms(rows=6), round(guessed(10, row=0.1).step_ms(layers=5), 2)
-      (1.5, 0.55)
     """
     share = 0.1  # of a step: embedding, final norm and head
     full = ((1, 1, 1.0), (33, 1, 1.0 + 32 * row), (1, 8, 1.0 + 7 * row), (33, 8, 1.0 + 263 * row))
@@ -207,10 +194,6 @@ def kinds(num_layers: int) -> dict[str, DraftCost]:
     - `early exit`: an exit after a quarter of the layers.
     - `half the layers`: Draft & Verify, whose verification runs all layers.
     - `one layer`: EAGLE, a head of one layer with the target's output head.
-
-    Examples:
-      >>> list(kinds(32))
-      ['lookup', 'early exit', 'half the layers', 'one layer']
     """
     return {
         "lookup": DraftCost(lookup=True),
@@ -224,22 +207,13 @@ def tokens_per_round(agreement: float, num_draft_tokens: int) -> float:
     """Returns the expected tokens of a round with K draft tokens: (1 − a^(K+1)) ÷ (1 − a) for acceptance rate a.
 
     Leviathan et al. 2023, equation 1.
-
-    Examples:
-      >>> tokens_per_round(0.5, 2)
-      1.75
     """
     return sum(agreement**accepted for accepted in range(num_draft_tokens + 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A speed-up over plain decoding, and the draft length K that gives it.
-
-    Examples:
-      >>> Prediction(1.5, 4).num_draft_tokens
-      4
-    """
+    """A speed-up over plain decoding, and the draft length K that gives it."""
 
     speedup: float
     num_draft_tokens: int
@@ -264,11 +238,6 @@ def predicted_speedup(
       costs: the device's costs of steps.
       longest: the largest K.
       live, batch: as in `StepCosts.step_ms`.
-
-    Examples:
-      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
-      >>> predicted_speedup(1.0, DraftCost(lookup=True), costs, longest=4)
-      Prediction(speedup=5.0, num_draft_tokens=4)
     """
     plain = DraftCost().round_ms(costs, 0, live, batch)
 
@@ -283,24 +252,17 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 def speedup_table(
-    costs: StepCosts, drafts: Mapping[str, DraftCost], live: int | None = None, batch: int = 1
+    costs: StepCosts, drafts: Mapping[str, DraftCost], batch: int = 1
 ) -> dict[str, dict[str, Prediction]]:
     """Returns predicted speed-ups, by the draft's name and by each of `ACCEPTANCES` as a string such as "0.8".
 
     Args:
       costs: the device's costs of steps.
       drafts: the costs of drafts, by name.
-      live, batch: as in `StepCosts.step_ms`.
-
-    Examples:
-      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
-      >>> round(speedup_table(costs, {"ngram": DraftCost(lookup=True)})["ngram"]["0.5"].speedup, 2)
-      2.0
+      batch: as in `StepCosts.step_ms`.
     """
     return {
-        name: {
-            f"{rate:g}": predicted_speedup(rate, draft, costs, live=live, batch=batch) for rate in ACCEPTANCES
-        }
+        name: {f"{rate:g}": predicted_speedup(rate, draft, costs, batch=batch) for rate in ACCEPTANCES}
         for name, draft in drafts.items()
     }
 
@@ -314,10 +276,6 @@ def on_line(at: float, known: Sequence[float], values: Sequence[float]) -> float
       at: the point.
       known: the points at which values are given, rising.
       values: the value at each of these points.
-
-    Examples:
-      >>> [on_line(at, (1, 3), (10.0, 20.0)) for at in (0, 2, 5)]
-      [10.0, 15.0, 30.0]
     """
     if len(known) > 1 and at > known[-1]:
         slope = (values[-1] - values[-2]) / (known[-1] - known[-2])

@@ -60,11 +60,6 @@ def simple_prices(
       costs: of each candidate, the cost of a draft token, or of a level of its trees.
       row_cost: the cost of each further row of a verification.
       accept: of each candidate, a number or the acceptance of some positions; the last one holds for later ones.
-
-    Examples:
-      >>> prices = simple_prices((1, 4), 3, costs=(0.0, 0.25), row_cost=0.1, accept=(0.5, (0.8, 0.7)))
-      >>> prices.verify[0, :, 0].tolist(), prices.draft[0, 1, :, 0].tolist()
-      ([1.0, 1.2999999523162842], [0.0, 0.25, 0.5, 0.75])
     """
     verify = 1 + row_cost * (np.array(widths) - 1)
     draft = np.array(costs)[:, None] * np.arange(longest + 1)
@@ -88,13 +83,6 @@ def measured_prices(
       trees: the number of nodes of each candidate's trees; 0 for chains.
       widths, longest, accept: as for `simple_prices`.
       one_width: whether every verification has the largest width.
-
-    Examples:
-      >>> from jaxspec.choosing.costs import guessed
-      >>> work = (DraftCost(lookup=True), DraftCost(layers=1))
-      >>> prices = measured_prices(guessed(10, row=0.1), work, (0, 0), (1, 3), 2, (0.5, 0.5))
-      >>> prices.draft[0, :, :, 0].round(2).tolist()
-      [[0.0, 0.0, 0.0], [0.0, 0.1899999976158142, 0.3799999952316284]]
     """
 
     def verify_ms(width: int, live: int, batch: int) -> float:

@@ -221,15 +221,7 @@ def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:
 
 
 def explained(result: Result) -> str:
-    """The table of `--explain`: what was expected of each candidate before the text.
-
-    Examples:
-      >>> from jaxspec.engine.results import Expected, Result, Statistics
-      >>> statistics = Statistics(2, 1, 1, 1, 0, (1,), elapsed_ms=30.0, decode_ms=20.0, compile_ms=0.0)
-      >>> print(explained(Result("Hi", [], "length", statistics, expected=(Expected("ngram", 4, 0.5, 1.2),))))
-      candidate     drafts  acceptance  speed-up
-      ngram              4        0.50      1.20
-    """
+    """The table of `--explain`: what was expected of each candidate before the text."""
     width = max([12, *(len(one.name) for one in result.expected)])
     lines = [f"{'candidate':<{width}}  drafts  acceptance  speed-up"]
     for one in result.expected:

@@ -90,12 +90,7 @@ def with_options(command: type, words: Sequence[str]) -> type:
 
 
 def names() -> dict[str, str]:
-    """Returns the command-line option of each option of any method, by its name in Python.
-
-    Examples:
-      >>> names()["exit_layer"]
-      '--exit-layer'
-    """
+    """Returns the command-line option of each option of any method, by its name in Python."""
     options = {name for method in registry.available()[0].values() for name in method.options()}
     return {name: "--" + name.replace("_", "-") for name in sorted(options)}
 
@@ -108,13 +103,7 @@ def _described(method: type[Method]) -> str:
 
 
 def options_of(method: type[Method], words: Sequence[str]) -> type:
-    """Makes a frozen dataclass of a method's options; those of the parts that `words` name are among them.
-
-    Examples:
-      >>> from jaxspec.methods import NGram
-      >>> options_of(NGram, [])(ngram_max=4).ngram_max
-      4
-    """
+    """Makes a frozen dataclass of a method's options; those of the parts that `words` name are among them."""
     fields: dict[str, Any] = {}
     lines = []
     for reader in (method, *method.parts(_options(method, words))):
@@ -140,11 +129,6 @@ def made(name: str, options: Any) -> Method:
 
     Raises:
       ValueError: an option does not fit; one line.
-
-    Examples:
-      >>> from jaxspec.methods import LayerSkip
-      >>> made("layerskip", options_of(LayerSkip, [])(exit_layer=3))
-      LayerSkip(exit_layer=3)
     """
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
@@ -156,10 +140,6 @@ def made_of(named: str | None, runs: Sequence[str]) -> dict[str, Method] | None:
 
     Raises:
       ValueError: an unknown method or option, or an invalid value; one line.
-
-    Examples:
-      >>> made_of("ngram, suffix", ["layerskip --exit-layer 3"])
-      {'ngram': NGram(), 'suffix': Suffix(), 'layerskip --exit-layer 3': LayerSkip(exit_layer=3)}
     """
     if named is None and not runs:
         return None
@@ -184,10 +164,6 @@ def parse_method(words: str) -> Method:
 
     Raises:
       ValueError: an unknown method or option, or an invalid value; one line.
-
-    Examples:
-      >>> parse_method("ngram --ngram-max 4").ngram_max
-      4
     """
     name, *rest = shlex.split(words) or [""]
     method = registry.find(name)

@@ -322,10 +322,6 @@ def unescaped(text: str) -> str:
 
     Raises:
       ValueError: a backslash does not begin one of these escapes.
-
-    Examples:
-      >>> unescaped(r"a\n\u00e9\\n")
-      'a\né\\n'
     """
 
     def read(found: re.Match[str]) -> str:

@@ -7,12 +7,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from typing import Any, TextIO
 
-from jaxspec.console import rendezvous
 from jaxspec.host import processes
 from jaxspec.host.messages import fitted
 
@@ -133,17 +133,17 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
       command: the dataclass of all options, which must be the same in each process; None to skip this check.
 
     Raises:
-      ValueError: the processes cannot connect, there is no mesh, or one of them was given another command.
+      ValueError: process 0 cannot listen at its address, there is no mesh, or a process was given another command. If
+        the processes do not find each other, JAX ends this one after a line of `_FILTER`.
     """
     if not options.asked:
         return
     if mesh is None:
         raise ValueError("several processes run on one mesh; give its axes, such as mesh=data=2,model=4")
-    if options.coordinator_address is not None and options.num_processes and options.process_id is not None:
-        where = options.coordinator_address, options.num_processes, options.process_id
-        rendezvous.meet(*where, options.join_timeout_seconds)
+    if options.process_id == 0 and options.coordinator_address is not None:
+        _check_port(options.coordinator_address)
     if not os.environ.get("JAXSPEC_DEBUG"):
-        _filter_libraries(program, options.heartbeat_timeout_seconds)
+        _filter_libraries(program, options)
     import jax
 
     try:
@@ -170,6 +170,18 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
     signal.signal(signal.SIGINT, _interrupt)
     if command is not None:
         _check_same(command)
+
+
+def _check_port(address: str) -> None:
+    """Refuses an address at which process 0 cannot listen: JAX may end with a segmentation fault there."""
+    try:
+        with socket.create_server(("", int(address.rpartition(":")[2]))):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"process 0 cannot listen at {address} ({reason}); give another `coordinator_address`"
+        ) from None
 
 
 def _check_same(command: Any) -> None:
@@ -229,13 +241,16 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
-def _filter_libraries(program: str, timeout: int) -> None:
+def _filter_libraries(program: str, options: ProcessOptions) -> None:
     """Filters the output of C++ libraries, which Python cannot catch, through another program: JAX ends this process
-    with a page of text if another is lost, and the CPU's collectives write a greeting to standard output."""
+    with a page of text if another is lost or does not come, and the CPU's collectives write a greeting to standard
+    output."""
     streams = [os.fdopen(os.dup(stream.fileno()), "w", 1) for stream in (sys.stdout, sys.stderr)]
     reader, writer = os.pipe()
     # The filter outlives this process, which does not wait for it.
-    command = [sys.executable, "-I", "-S", "-c", _FILTER, program, str(timeout), _CONNECTED]
+    here = f"{options.coordinator_address} and {options.num_processes}, within {options.join_timeout_seconds} seconds"
+    given = [program, str(options.heartbeat_timeout_seconds), _CONNECTED, here]
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, *given]
     _Streams.filter = subprocess.Popen(command, stdin=reader, stdout=streams[1], stderr=streams[1])
     os.close(reader)
     os.dup2(writer, 2)
@@ -252,7 +267,7 @@ _FILTER = r"""
 import re, signal, sys
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-program, timeout, mark = sys.argv[1:]
+program, timeout, mark, here = sys.argv[1:]
 ended, lost, skips, found = False, [], False, False
 for line in sys.stdin.buffer:
     text = line.decode(errors="replace")
@@ -279,5 +294,6 @@ if ended:
     if not found:
         said = "the processes do not find each other"
         advice = "give each the address of process 0 and the same number of processes, and start all at about one time"
+        advice += f" (here {here})"
     print(f"{program}: error: {said}, {advice}", file=sys.stderr)
 """

@@ -8,34 +8,12 @@ import docstring_parser
 
 
 def description_of(cls: type) -> str:
-    """Returns the docstring of a class without the list of its attributes.
-
-    Examples:
-      >>> class Options:
-      ...     '''Some options.
-      ...
-      ...     Attributes:
-      ...       seed: of the randomness.
-      ...     '''
-      >>> description_of(Options)
-      'Some options.'
-    """
+    """Returns the docstring of a class without the list of its attributes."""
     return (inspect.getdoc(cls) or "").partition("\nAttributes:")[0].strip()
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Returns the description of each attribute by name, from the docstrings of a class and of its bases.
-
-    Examples:
-      >>> class Options:
-      ...     '''Some options.
-      ...
-      ...     Attributes:
-      ...       seed: of the randomness.
-      ...     '''
-      >>> attribute_docs(Options)
-      {'seed': 'of the randomness.'}
-    """
+    """Returns the description of each attribute by name, from the docstrings of a class and of its bases."""
     found: dict[str, str] = {}
     for base in cls.__mro__:
         for entry in docstring_parser.parse(base.__doc__ or "").params:

@@ -137,13 +137,6 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
     Args:
       message: the message of a library function.
       options: option by parameter, from `option_names`.
-
-    Examples:
-      >>> options = {"max_new_tokens": "--max-new-tokens", "plan": "--plan"}
-      >>> in_options("max_new_tokens is 0; give at least 1", options)
-      '--max-new-tokens is 0; give at least 1'
-      >>> in_options("no plan for this model; give plan=FILE", options)
-      'no plan for this model; give --plan FILE'
     """
     if not options:
         return message

@@ -19,10 +19,6 @@ class Table:
       rows: the cells by row; a row of one cell is a heading of the rows below it.
       name: the maximum number of characters of a line of a row's name in a terminal.
       left: the number of columns, from the first, that are aligned left in a terminal.
-
-    Examples:
-      >>> Table(["run", "tokens"], [["plain", "12"]])._repr_html_().count("<td>")
-      2
     """
 
     headings: Sequence[str]
@@ -57,12 +53,7 @@ class Table:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Returns a text in lines of at most so many characters; only longer words are broken, at their hyphens.
-
-    Examples:
-      >>> wrapped("ngram --num-draft-tokens 10", 15), wrapped("layerskip --exit-layer 3", 15)
-      (['ngram --num-', 'draft-tokens 10'], ['layerskip', '--exit-layer 3'])
-    """
+    """Returns a text in lines of at most so many characters; only longer words are broken, at their hyphens."""
     long = any(len(word) > width for word in text.split())
     return textwrap.wrap(text, width, break_on_hyphens=long) or [""]
 

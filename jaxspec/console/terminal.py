@@ -30,12 +30,7 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Returns a text with control characters as escapes; newlines and tabs remain.
-
-    Examples:
-      >>> without_controls("a\\x1b[2J")
-      'a\\\\x1b[2J'
-    """
+    """Returns a text with control characters as escapes; newlines and tabs remain."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 

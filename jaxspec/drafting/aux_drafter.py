@@ -23,13 +23,7 @@ Carry = TypeVar("Carry")
 
 
 def latest(values: jax.Array, count: jax.Array, before: jax.Array) -> jax.Array:
-    """Returns entry count[b] − 1 of values [B, T, D], or `before` [B, D] where the count is 0.
-
-    Examples:
-      >>> values = jnp.arange(6.0).reshape(2, 3, 1)
-      >>> latest(values, count=jnp.array([2, 0]), before=-jnp.ones((2, 1))).tolist()
-      [[1.0], [-1.0]]
-    """
+    """Returns entry count[b] − 1 of values [B, T, D], or `before` [B, D] where the count is 0."""
     here = jnp.take_along_axis(values, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where((count > 0)[:, None], here, before)
 

@@ -79,13 +79,7 @@ class Waiting:
 
 
 def widths_of(candidates: Sequence[Drafter]) -> tuple[int, ...]:
-    """Returns the verify widths of a choice among candidates: one row, and theirs.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> widths_of([NGram(num_draft_tokens=2), NGram(num_draft_tokens=5)])[-1]
-      6
-    """
+    """Returns the verify widths of a choice among candidates: one row, and theirs."""
     return tuple(sorted({1, *(width for one in candidates for width in one.verify_widths)}))
 
 

@@ -26,12 +26,6 @@ def joined(texts: Iterable[Sequence[int]], size: int | None = None) -> jax.Array
 
     Raises:
       ValueError: a text is not a sequence of token ids, or `size` is below 1.
-
-    Examples:
-      >>> joined([[4, 5], [6]]).tolist()
-      [4, 5, -1, 6, -1]
-      >>> joined([[4, 5], [6]], size=4).tolist(), joined([[6]], size=4).tolist()
-      ([5, -1, 6, -1], [6, -1, -1, -1])
     """
     rows = [text.tolist() if isinstance(text, (np.ndarray, jax.Array)) else list(text) for text in texts]
     if wrong := next(
@@ -48,13 +42,7 @@ def joined(texts: Iterable[Sequence[int]], size: int | None = None) -> jax.Array
 
 
 def committed_text(view: View) -> jax.Array:
-    """Returns prompt and output of each row, int32[B, N], padded with `BREAK`.
-
-    Examples:
-      >>> view = View(jnp.array([[7, 8, 9, 0]]), jnp.array([3]), cache=None, budget=jnp.array([4]))
-      >>> committed_text(view).tolist()
-      [[7, 8, 9, -1]]
-    """
+    """Returns prompt and output of each row, int32[B, N], padded with `BREAK`."""
     return jnp.where(jnp.arange(view.tokens.shape[1])[None] < view.length[:, None], view.tokens, BREAK)
 
 
@@ -68,11 +56,6 @@ def match_lengths(text: jax.Array, view: View, longest: int) -> jax.Array:
 
     Returns:
       int32[B, N], 0 to `longest`.
-
-    Examples:
-      >>> view = View(jnp.array([[7, 8, 9, 7, 8]]), jnp.array([5]), cache=None, budget=jnp.array([4]))
-      >>> match_lengths(committed_text(view), view, longest=3).tolist()
-      [[0, 2, 0, 0, 3]]
     """
     batch, size = text.shape
     running = jnp.ones((batch, size), bool)
@@ -87,17 +70,7 @@ def match_lengths(text: jax.Array, view: View, longest: int) -> jax.Array:
 
 
 class LookupDrafter(Drafter):
-    """A base for drafters that copy from text: a subclass adds `num_draft_tokens` and `look_up`.
-
-    Examples:
-      >>> class First(LookupDrafter):
-      ...     num_draft_tokens = 2
-      ...     def look_up(self, keys, view):
-      ...         count = jnp.minimum(view.length, 2)
-      ...         return Proposal(view.tokens[:, :2], count), count.astype(jnp.float32)
-      >>> First().verify_widths
-      (1, 3)
-    """
+    """A base for drafters that copy from text: a subclass adds `num_draft_tokens` and `look_up`."""
 
     @property
     def verify_widths(self) -> tuple[int, ...]:

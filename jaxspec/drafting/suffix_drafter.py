@@ -51,11 +51,6 @@ class Suffix(LookupDrafter):
         Args:
           texts: token ids, the latest last.
           size: the number of tokens kept, from the latest texts; drafters with equal sizes share compiled programs.
-
-        Examples:
-          >>> past = [[5, 6, 7]]
-          >>> Suffix().remembering(past, size=6).reference.tolist()
-          [5, 6, 7, -1, -1, -1]
         """
         return dataclasses.replace(self, reference=joined(texts, size))
 

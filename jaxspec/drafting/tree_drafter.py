@@ -33,10 +33,6 @@ class Dynamic:
       num_nodes: N, the number of verified draft tokens.
       depth: the maximum depth of a node.
       width: k, the number of nodes per level that are expanded, and of candidates after each.
-
-    Examples:
-      >>> Dynamic(num_nodes=8, depth=4, width=3).num_drafted
-      9
     """
 
     num_nodes: int
@@ -55,11 +51,6 @@ class Drawn:
 
     Attributes:
       shape: the same in all rows and rounds; siblings are drawn in their order.
-
-    Examples:
-      >>> tree = Drawn(Shape((-1, -1, 0, 2)))
-      >>> tree.num_nodes, tree.depth, tree.num_drafted
-      (4, 3, 2)
     """
 
     shape: Shape
@@ -103,14 +94,6 @@ def grow(
 
     Returns:
       The proposal, with parents, and the last carry.
-
-    Examples:
-      >>> def level(carry, tokens, before, tree):  # the next number is the most likely token, then the one after it
-      ...     return 2.0 * jax.nn.one_hot(tokens + 1, 9) + jax.nn.one_hot(tokens + 2, 9), carry
-      >>> first = 2.0 * jax.nn.one_hot(jnp.array([1]), 9) + jax.nn.one_hot(jnp.array([2]), 9)
-      >>> proposal, _ = grow(Dynamic(3, depth=2, width=2), level, (), first)
-      >>> proposal.tokens.tolist(), proposal.parents.tolist()
-      ([[1, 2, 2]], [[-1, -1, 0]])
     """
     batch, vocab_size = logits.shape
     width = min(size.width, vocab_size)
@@ -180,17 +163,6 @@ def draw(
 
     Returns:
       The proposal, with parents and log-probabilities, and the last carry.
-
-    Examples:
-      >>> from jaxspec.sampling import Sampling
-      >>> def level(carry, tokens, before, tree):
-      ...     return jax.nn.one_hot(tokens, 3), carry
-      >>> keys, distribution = jax.random.split(jax.random.key(0), 1), Sampling(jnp.ones(1))
-      >>> proposal, _ = draw(Shape((-1, -1, -1, 0)), level, (), jnp.zeros((1, 3)), keys, distribution)
-      >>> sorted(proposal.tokens[0, :3].tolist())
-      [0, 1, 2]
-      >>> jnp.exp(proposal.log_probs[0, 2]).max().item()
-      1.0
     """
     batch, parents, depths = logits.shape[0], shape.parents, np.array(shape.depths)
     ranks = np.array([parents[:node].count(before) for node, before in enumerate(parents)])

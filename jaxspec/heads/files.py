@@ -6,6 +6,7 @@ The names of the tensors tell the head type; `jaxspec/heads/TYPE/files.py` descr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -55,17 +56,26 @@ def embedded_head(kind: str, fingerprint: str, config: LlamaConfig) -> Path | No
     """
     other = None
     for path in embedded_files(f"{HEADS_NAME}/*/config.json"):
-        head = path.parent
-        if section(read_json(path), "jaxspec").get("kind") != kind:
+        head, changed = path.parent, path.stat().st_mtime_ns
+        found, target = _described(head, changed)
+        if found != kind:
             continue
-        if trained_for(head) == fingerprint:
+        if target == fingerprint:
             return head
-        if other is None and (head / ACCEPTANCE_NAME).is_file() and _fits(head, config):
+        if other is None and (head / ACCEPTANCE_NAME).is_file() and _fits(head, changed, config):
             other = head
     return other
 
 
-def _fits(directory: Path, target: LlamaConfig) -> bool:
+@functools.cache
+def _described(directory: Path, changed: int) -> tuple[Any, str | None]:
+    """Returns a head's type and its target's fingerprint; `changed` is the time at which its config was written."""
+    return section(read_json(directory / "config.json"), "jaxspec").get("kind"), trained_for(directory)
+
+
+@functools.cache
+def _fits(directory: Path, changed: int, target: LlamaConfig) -> bool:
+    """Whether a head's tensors fit a target; `changed` is the time at which its config was written."""
     try:
         read_head(directory, target)
     except ValueError:

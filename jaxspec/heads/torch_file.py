@@ -20,7 +20,7 @@ import numpy as np
 from jaxspec.host.files import refuse_pointer
 from jaxspec.host.messages import brief_errors
 from jaxspec.io.archives import refuse_larger
-from jaxspec.io.pickle_values import ForeignError, Maker, load
+from jaxspec.io.pickle_values import ByName, ForeignError, Maker, load
 from jaxspec.io.tensors import Tensors
 
 _STORAGES = {
@@ -74,18 +74,14 @@ def _read(path: Path, archive: zipfile.ZipFile) -> Tensors:
     if parts.size("data.pkl") > _MAX_PICKLE_BYTES:
         raise ValueError(f"its data.pkl has more than {_MAX_PICKLE_BYTES} bytes")
     makers: dict[str, Callable[..., Any]] = {
-        "collections.OrderedDict": _empty,
+        "collections.OrderedDict": lambda: ByName(),
         "torch._utils._rebuild_tensor_v2": parts.tensor,
-        "torch._utils._rebuild_parameter": lambda data, *rest: data,
+        "torch._utils._rebuild_parameter": lambda data, requires_grad, hooks: data,
         **dict.fromkeys(_STORAGES, _refuse),
     }
     found = Tensors()
     found.update(_tensors_of(load(parts.read("data.pkl"), makers, _storage)))
     return found
-
-
-def _empty() -> dict[str, Any]:
-    return {}
 
 
 def _refuse(*arguments: Any) -> None:
@@ -125,9 +121,19 @@ class _Parts:
         return self._numbers[storage]
 
     def tensor(
-        self, storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *rest: Any
+        self,
+        storage: _Storage,
+        offset: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        requires_grad: Any = None,
+        hooks: Any = None,
+        metadata: Any = None,
     ) -> np.ndarray:
-        """Returns a view of a storage, checked to stay within it and not to repeat its numbers."""
+        """Returns a view of a storage, checked to stay within it and not to repeat its numbers.
+
+        The last three arguments have no effect on the numbers. A pickle could repeat a call with many more of them.
+        """
         if (
             not isinstance(storage, _Storage)
             or not isinstance(shape, tuple)

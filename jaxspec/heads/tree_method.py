@@ -26,11 +26,6 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
       drawn_tree: at a temperature above 0, draw the tokens of the tree from the draft's distribution, siblings without
         replacement, instead of taking the most likely ones. At high temperatures more of them are accepted. The text
         keeps the model's distribution, but differs from the text of plain sampling with the same seed.
-
-    Examples:
-      >>> from jaxspec.methods import Eagle3
-      >>> Eagle3(draft="head", tree="60x8")
-      Eagle3(draft='head', tree='60x8')
     """
 
     drawn_tree: bool = False
@@ -70,13 +65,7 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeveralHeads(TreeHeadMethod):
-    """The base of methods with one head for each draft token.
-
-    Examples:
-      >>> from jaxspec.methods import Medusa
-      >>> Medusa(draft="head").usual()["num_draft_tokens"]
-      'the number of heads'
-    """
+    """The base of methods with one head for each draft token."""
 
     @classmethod
     def usual(cls) -> dict[str, str]:

@@ -23,10 +23,6 @@ def whole(name: str, value: Any, kind: str = "whole number") -> int:
 
     Raises:
       ValueError: the value is not an integer, or has more than 1024 bits.
-
-    Examples:
-      >>> whole("seed", 3)
-      3
     """
     try:
         if _is_bool(value):
@@ -48,10 +44,6 @@ def num_bytes(name: str, value: Any) -> int:
 
     Raises:
       ValueError: the value is not such a number or text, or is negative.
-
-    Examples:
-      >>> num_bytes("prefix_cache", "512MB"), num_bytes("prefix_cache", "1.5 GiB")
-      (512000000, 1610612736)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMG])(i)?)?B?", value) if isinstance(value, str) else None
     if found is not None:
@@ -72,10 +64,6 @@ def real(name: str, value: Any) -> float:
 
     Raises:
       ValueError: the value is not a number.
-
-    Examples:
-      >>> real("top_p", 1)
-      1.0
     """
     try:
         if isinstance(value, (str, bytes, bool)):
@@ -94,10 +82,6 @@ def flag(name: str, value: Any) -> bool:
 
     Raises:
       ValueError: the value is not a truth value, such as the text "no", which Python treats as true.
-
-    Examples:
-      >>> flag("chat", True)
-      True
     """
     if getattr(value, "ndim", 0) or not _is_bool(value):
         raise ValueError(f"{name} is {shown(value)}; give True or False")
@@ -105,12 +89,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def listed(value: Any) -> list[Any] | None:
-    """Returns the items of a sequence or array of at least one dimension; None for anything else.
-
-    Examples:
-      >>> listed((1, 2)), listed("text")
-      ([1, 2], None)
-    """
+    """Returns the items of a sequence or array of at least one dimension; None for anything else."""
     if isinstance(value, (str, bytes, bytearray, memoryview)):
         return None
     if hasattr(value, "ndim"):

@@ -20,11 +20,6 @@ def require(extra: str, *modules: str) -> None:
 
     Raises:
       MissingExtra: one of the modules is not installed.
-
-    Examples:
-      >>> require("train", "no_such_module")
-      Traceback (most recent call last):
-      jaxspec.host.extras.MissingExtra: this needs no_such_module, of the extra `train`: ...
     """
     for name in modules:
         if not _is_installed(name):

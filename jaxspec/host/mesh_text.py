@@ -12,10 +12,6 @@ def parse_mesh(text: str) -> dict[str, int]:
 
     Raises:
       ValueError: the text is not a mesh; one line.
-
-    Examples:
-      >>> parse_mesh("model=4")
-      {'data': 1, 'model': 4}
     """
     pairs = [re.fullmatch(r"\s*(data|model)\s*=\s*([1-9]\d{0,5})\s*", part) for part in text.split(",")]
     axes = {pair[1]: int(pair[2]) for pair in pairs if pair}

@@ -21,22 +21,12 @@ _MAX_VALUE = 70
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a message: short, and in one line.
-
-    Examples:
-      >>> shown("a\\nb"), shown(list(range(100))), shown(10**5000)
-      ("'a\\\\nb'", '[0, 1, 2, 3, 4, 5, ...]', 'a number of about 5000 digits')
-    """
+    """Returns a value for a message: short, and in one line."""
     return _shortened(" ".join(_SHORT.repr(value).split()), _MAX_VALUE)
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun, which has a plural in -s.
-
-    Examples:
-      >>> counted(1, "kind"), counted(1200, "kind")
-      ('1 kind', '1,200 kinds')
-    """
+    """Returns a number with its noun, which has a plural in -s."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -44,10 +34,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that a misspelled one probably stands for; None if none is similar, or it is too long.
 
     Leading dashes and slashes do not count.
-
-    Examples:
-      >>> nearest("--temprature", ["--temperature", "--system"]), nearest("--temp", ["--system"])
-      ('--temperature', None)
     """
     if len(name) > _MAX_WORD:
         return None
@@ -61,10 +47,6 @@ def fitted(text: str) -> str:
 
     Control characters are escaped. If a message is too long, its longest words, such as names of tensors and paths,
     lose their middle, then the message itself does: its beginning names the file, its end tells the user what to do.
-
-    Examples:
-      >>> fitted("a\\x1b[2J\\nb"), len(fitted("x" * 1000 + " is missing"))
-      ('a\\\\x1b[2J b', 101)
     """
     text = _shortened(" ".join(text.split()), 100 * _MAX_MESSAGE)  # a client may send a name of megabytes
     text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

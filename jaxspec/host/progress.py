@@ -29,10 +29,6 @@ class Progress:
 
     Args:
       what: the first description.
-
-    Examples:
-      >>> with Progress("loading") as progress:
-      ...     progress("compiling")
     """
 
     def __init__(self, what: str | None = None) -> None:
@@ -108,12 +104,7 @@ def hidden() -> Iterator[None]:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds for people: `12 s`, `3 min`, `2.0 h`.
-
-    Examples:
-      >>> duration(150)
-      '2 min'
-    """
+    """Formats seconds for people: `12 s`, `3 min`, `2.0 h`."""
     if seconds < 59.5:
         return f"{max(1, round(seconds))} s"
     if seconds < 90 * 60:

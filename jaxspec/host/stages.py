@@ -41,12 +41,7 @@ def wanted() -> bool:
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Counts the time of this context as that of a stage, without the stages within it.
-
-    Examples:
-      >>> with stage("an example"):
-      ...     pass
-    """
+    """Counts the time of this context as that of a stage, without the stages within it."""
     stack: list[_Open] = vars(_open).setdefault("stack", [])
     stack.append(one := _Open(time.perf_counter()))
     try:

@@ -19,10 +19,6 @@ class TrainedFor:
       draft_vocab: the tokens among which the model drafts, ascending; () for all.
       thresholds: the minimum probability at each exit but the last (S2D), tuned for `target`.
       target: the fingerprint of the model for which it drafts; None if it is not recorded.
-
-    Examples:
-      >>> TrainedFor((1, 2), thresholds=(0.5,)).content()
-      {'exits': [1, 2], 'thresholds': [0.5]}
     """
 
     exits: tuple[int, ...] = ()

@@ -27,10 +27,6 @@ def build_acceptor(name: AcceptorName | None, sampling: bool, default: AcceptorN
 
     Raises:
       ValueError: the acceptor is unknown, or it is greedy and texts are sampled.
-
-    Examples:
-      >>> build_acceptor("rejection", sampling=True), build_acceptor("rejection", sampling=False)
-      (RejectionAcceptor(), BlockAcceptor())
     """
     from jaxspec.acceptance import BlockAcceptor, CoupledAcceptor, RejectionAcceptor
     from jaxspec.lossy import TypicalAcceptor

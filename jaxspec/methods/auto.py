@@ -82,10 +82,6 @@ class Auto(DraftingMethod):
 
         Raises:
           ValueError: none of them has an option, or one does not fit; one line.
-
-        Examples:
-          >>> Auto.of({"among": ("ngram", "layerskip"), "exit_layer": 3})
-          Auto(among=(NGram(), LayerSkip(exit_layer=3)))
         """
         own = {name: given[name] for name in cls.options() if name in given}
         made = cls(**own)

@@ -42,12 +42,6 @@ class Candidate:
       expected: the expected acceptance; None if none was measured.
       offered: whether it is a default candidate of the model. `jaxspec tune --method auto` measures only these, not
         candidates with another head or with options.
-
-    Examples:
-      >>> from jaxspec.choosing.costs import DraftCost
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> Candidate("ngram", NGram(), None, DraftCost(lookup=True)).cost.lookup
-      True
     """
 
     name: str
@@ -138,11 +132,6 @@ class Method:
 
         Raises:
           ValueError: a value cannot be converted; one line.
-
-        Examples:
-          >>> from jaxspec.methods import Auto
-          >>> Auto.converted({"among": "ngram", "ngram_max": 3})
-          {'among': ('ngram',), 'ngram_max': 3}
         """
         hints = _hints(cls)  # type: ignore[arg-type]
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -287,13 +276,7 @@ def option(default: T, *, metavar: str) -> T:
 
 
 def size_of(params: Any) -> int:
-    """Returns the total number of elements of a tree of parameters.
-
-    Examples:
-      >>> import numpy as np
-      >>> size_of({"one": np.zeros(3), "two": [np.zeros((2, 2))]})
-      7
-    """
+    """Returns the total number of elements of a tree of parameters."""
     import jax
 
     return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -304,26 +287,12 @@ def layers_of(params: Any, target: LoadedModel) -> float:
 
     Numbers count, not bytes: on a CPU a layer with int8 weights takes nearly as long as one in float32, which `auto`
     must predict. Therefore `share_of_step` is too low for float32 drafts of a target with int8 weights.
-
-    Examples:
-      >>> from jaxspec.testing import language_model
-      >>> target = language_model().loaded
-      >>> layers_of(target.params["layers"], target) == target.config.num_layers
-      True
     """
     return target.config.num_layers * size_of(params) / size_of(target.params["layers"])
 
 
 def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
-    """Returns the bytes of weights that one draft pass reads, divided by those that a step of the target reads.
-
-    Examples:
-      >>> from jaxspec.choosing.costs import DraftCost
-      >>> from jaxspec.testing import language_model
-      >>> target = language_model().loaded
-      >>> share_of_step(DraftCost(lookup=True), target), share_of_step(DraftCost(layers=2), target)
-      (0.0, 1.0)
-    """
+    """Returns the bytes of weights that one draft pass reads, divided by those that a step of the target reads."""
     if not cost.layers:
         return 0.0
     import jax
@@ -340,10 +309,6 @@ def plain_type(hint: Any) -> Any:
     """Returns the type by which a command line reads an option: for a union, its first member that is plain text.
 
     bool, int, float, str and Literal can be read from text. None stays in the union.
-
-    Examples:
-      >>> plain_type(str | os.PathLike[str])
-      <class 'str'>
     """
     if typing.get_origin(hint) is tuple:
         return types.GenericAlias(tuple, (plain_type(typing.get_args(hint)[0]), ...))

@@ -153,13 +153,6 @@ class ChainMethod(DraftingMethod):
 
         Raises:
           ValueError, FileNotFoundError: there is no ranking, it is another model's, or it has too few tokens; one line.
-
-        Examples:
-          >>> from jaxspec.methods import LayerSkip
-          >>> from jaxspec.testing import language_model
-          >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
-          >>> LayerSkip().params(language_model().loaded, in_memory) is None
-          True
         """
         own = None if draft is None else draft.params
         ids = self.vocabulary_ids(target, resources)
@@ -182,13 +175,6 @@ class ChainMethod(DraftingMethod):
 
         Raises:
           ValueError, FileNotFoundError: see `params`.
-
-        Examples:
-          >>> from jaxspec.methods import LayerSkip
-          >>> from jaxspec.testing import language_model
-          >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
-          >>> LayerSkip().vocabulary_ids(language_model().loaded, in_memory) is None
-          True
         """
         if self.draft_vocab is None:
             return None

@@ -64,12 +64,6 @@ def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0, bits: 
       params: the draft's parameters.
       layers: the fraction of the draft's layers that a token runs through.
       bits: the bits of the draft's weights, relative to those of the target's.
-
-    Examples:
-      >>> from jaxspec.testing import language_model
-      >>> target = language_model().loaded
-      >>> own_model_cost(target, target.params).absorb_layers == target.config.num_layers
-      True
     """
     from jaxspec.choosing.costs import DraftCost
 

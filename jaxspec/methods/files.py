@@ -18,12 +18,6 @@ def directories(target: LoadedModel, resources: Resources) -> list[Path]:
     """Returns the directories of a model's method files in search order.
 
     The first is the directory that commands write to, so that the newest file is used. A model made in memory has none.
-
-    Examples:
-      >>> from jaxspec.testing import language_model
-      >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
-      >>> directories(language_model().loaded, in_memory)
-      []
     """
     beside = resources.directory
     if beside is None:
@@ -41,12 +35,6 @@ def file_of(
     """Returns the file given by the user, or the first of this name in `directories`.
 
     If none exists, returns its path in the model's directory; None for a model made in memory.
-
-    Examples:
-      >>> from jaxspec.testing import language_model
-      >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
-      >>> file_of("mine.json", language_model().loaded, in_memory, "plan.json").name
-      'mine.json'
     """
     if named is not None:
         return Path(named)
@@ -59,14 +47,7 @@ def file_of(
 def found(
     named: str | os.PathLike[str] | None, target: LoadedModel, resources: Resources, name: str
 ) -> Path | None:
-    """Returns the file given by the user, or the first of this name in `directories`, or None.
-
-    Examples:
-      >>> from jaxspec.testing import language_model
-      >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
-      >>> found(None, language_model().loaded, in_memory, "plan.json") is None
-      True
-    """
+    """Returns the file given by the user, or the first of this name in `directories`, or None."""
     path = file_of(named, target, resources, name)
     return path if named is not None or (path is not None and path.is_file()) else None
 
@@ -76,11 +57,6 @@ def read_reference(paths: Sequence[str], resources: Resources) -> jax.Array | No
 
     Raises:
       FileNotFoundError, ValueError: a file is missing or not text; one line.
-
-    Examples:
-      >>> in_memory = Resources(load_draft=lambda model: model.loaded, encode=list)
-      >>> read_reference([], in_memory) is None
-      True
     """
     if not paths:
         return None

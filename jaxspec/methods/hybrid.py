@@ -65,10 +65,6 @@ class Hybrid(Method):
 
         Raises:
           ValueError: neither method has an option, or a value is invalid; one line.
-
-        Examples:
-          >>> Hybrid.of({"first": "ngram", "exit_layer": 3})
-          Hybrid(first=NGram(), second=LayerSkip(exit_layer=3))
         """
         own: dict[str, Any] = {name: given[name] for name in cls.options() if name in given}
         rest = {name: value for name, value in given.items() if name not in own}

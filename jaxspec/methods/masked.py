@@ -15,12 +15,6 @@ class MaskedMethod(ChainMethod):
     Attributes:
       static: compile a program for the current mask in the background and use it when it is ready; otherwise all masks
         share one program. Default: on a GPU, where that program would wait for the host at each sublayer.
-
-    Examples:
-      >>> from jaxspec.methods import ASD
-      >>> on_a_gpu = Resources(load_draft=lambda model: model.loaded, encode=list, platform="gpu")
-      >>> ASD().is_static(on_a_gpu), ASD(static=False).is_static(on_a_gpu)
-      (True, False)
     """
 
     static: bool | None = None

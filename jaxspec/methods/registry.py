@@ -32,12 +32,7 @@ _ELSEWHERE = {
 
 @functools.cache
 def built_in() -> dict[str, type[Method]]:
-    """Returns the methods of this package by name, sorted.
-
-    Examples:
-      >>> "layerskip" in built_in()
-      True
-    """
+    """Returns the methods of this package by name, sorted."""
     found = {}
     for name in _modules():
         for member in vars(importlib.import_module(name)).values():
@@ -62,12 +57,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all methods: the built-in ones, then those of other packages.
-
-    Examples:
-      >>> names()[0]
-      'adaspeed'
-    """
+    """Returns the names of all methods: the built-in ones, then those of other packages."""
     return (*built_in(), *sorted(_entry_points()))
 
 
@@ -76,10 +66,6 @@ def find(name: str) -> type[Method]:
 
     Raises:
       ValueError: no method has this name (the message lists all names), or the package that adds it cannot be loaded.
-
-    Examples:
-      >>> find("layerskip").__name__
-      'LayerSkip'
     """
     if name in built_in():
         return built_in()[name]
@@ -91,13 +77,7 @@ def find(name: str) -> type[Method]:
 
 
 def available() -> tuple[dict[str, type[Method]], list[str]]:
-    """Returns every method that can be loaded, by name, and an error message of one line for each other one.
-
-    Examples:
-      >>> methods, problems = available()
-      >>> methods["ngram"].__name__
-      'NGram'
-    """
+    """Returns every method that can be loaded, by name, and an error message of one line for each other one."""
     found, problems = dict(built_in()), []
     for name, point in sorted(_entry_points().items()):
         try:
@@ -135,10 +115,6 @@ def make(name: str, given: Mapping[str, Any], others: Iterable[str] = ()) -> Met
 
     Raises:
       ValueError: the method or an option does not exist, or a value is invalid; one line.
-
-    Examples:
-      >>> make("layerskip", {"exit_layer": 3})
-      LayerSkip(exit_layer=3)
     """
     method = find(name)
     check_known(given, others)
@@ -157,9 +133,6 @@ def check_options(method: type[Method], given: Mapping[str, Any], others: Iterab
 
     Raises:
       ValueError: one line that names the methods with this option, or suggests a similar option.
-
-    Examples:
-      >>> check_options(find("layerskip"), {"exit_layer": 3})
     """
     check_known(given, others)
     read = {option for part in (method, *method.parts(given)) for option in part.options()}
@@ -178,9 +151,6 @@ def check_known(given: Iterable[str], others: Iterable[str] = ()) -> None:
 
     Raises:
       ValueError: one line that suggests a similar option.
-
-    Examples:
-      >>> check_known(["exit_layer", "draft"])
     """
     known = {one for method in available()[0].values() for one in method.options()}
     for option in given:
@@ -201,12 +171,6 @@ def unknown(name: str, options: Iterable[str], arguments: Iterable[str] = ()) ->
       name: the argument.
       options: names of the methods' options.
       arguments: names of the other arguments of a call in Python; none if the argument is from elsewhere.
-
-    Examples:
-      >>> unknown("max_tokens", [], ["max_new_tokens", "seed"])
-      'unknown option max_tokens; perhaps you meant max_new_tokens'
-      >>> unknown("best_of", ["num_draft_tokens"])
-      'unknown option best_of; no method has it'
     """
     arguments = tuple(arguments)
     others = [other for other in (*options, *arguments) if other != name]

@@ -28,14 +28,7 @@ if TYPE_CHECKING:
 
 
 class HasModel(Protocol):
-    """A loaded model, such as a `jaxspec.LanguageModel`.
-
-    Examples:
-      >>> from jaxspec.testing import language_model
-      >>> draft: HasModel = language_model()
-      >>> draft.config.num_layers
-      2
-    """
+    """A loaded model, such as a `jaxspec.LanguageModel`."""
 
     @property
     def config(self) -> LlamaConfig: ...
@@ -209,12 +202,6 @@ class LoadedHead:
       params: the parameters, see the module `network` in the folder of its type.
       target: the fingerprint of the model that it was trained for; None if the head does not record it.
       rows: the head proposes only the first `rows` tokens of the target; None for all.
-
-    Examples:
-      >>> from jaxspec.heads.eagle.network import EagleConfig
-      >>> from jaxspec.testing import TARGET
-      >>> LoadedHead(EagleConfig(TARGET.truncated(1)), params={}).config.kind
-      'eagle'
     """
 
     config: HeadConfig
@@ -228,12 +215,6 @@ def no_heads(path: FilePath, target: LoadedModel) -> LoadedHead:
 
     Raises:
       ValueError: always.
-
-    Examples:
-      >>> from jaxspec.testing import language_model
-      >>> no_heads("head", language_model().loaded)
-      Traceback (most recent call last):
-      ValueError: head cannot be loaded here; use the method through a `LanguageModel`
     """
     raise ValueError(f"{path} cannot be loaded here; use the method through a `LanguageModel`")
 

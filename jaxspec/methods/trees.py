@@ -27,12 +27,6 @@ def grown(num_nodes: int, depth: int, num_ranks: int) -> Shape:
       num_nodes: N, at least `depth`.
       depth: depth of the tree.
       num_ranks: the maximum number of children of a node.
-
-    Examples:
-      >>> grown(4, depth=2, num_ranks=3)
-      Shape(parents=(-1, -1, 0, 0), ranks=(0, 1, 0, 1))
-      >>> grown(3, depth=3, num_ranks=1).is_chain
-      True
     """
     from jaxspec.model.tree import Shape
 
@@ -63,13 +57,6 @@ class TreeMethod(DraftingMethod):
     Attributes:
       tree: draft a tree: small (8 tokens, depth 4), medium (26x5), large (80x6), or any TOKENSxDEPTH.
       no_tree: draft a chain.
-
-    Examples:
-      >>> from jaxspec.methods import TokenRecycling
-      >>> TokenRecycling(tree="4x2").shape("small", num_ranks=3).parents
-      (-1, -1, 0, 0)
-      >>> TokenRecycling(no_tree=True, num_draft_tokens=3).shape("small", num_ranks=3).parents
-      (-1, 0, 1)
     """
 
     tree: str | None = option(None, metavar="NAME|NxD")
@@ -105,10 +92,6 @@ def size_of(tree: str) -> tuple[int, int]:
 
     Raises:
       ValueError: it is neither a name nor a valid size.
-
-    Examples:
-      >>> size_of("small"), size_of("12x3")
-      ((8, 4), (12, 3))
     """
     if tree in NAMED:
         return NAMED[tree]

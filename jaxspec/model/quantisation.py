@@ -49,15 +49,6 @@ class Quantised:
       scale: [*O], in the dtype of the computation; the weight is whole numbers × scale.
       outliers: the channels that a product with int8 activations computes apart; None if activations are not rounded.
       bits: bits per number, 8 or 4, static.
-
-    Examples:
-      >>> weight = quantised(jnp.array([[1.0, -0.5], [0.0, 0.02]]))
-      >>> weight.values().tolist(), weight.shape, str(weight.dtype)
-      ([[127, -64], [0, 127]], (2, 2), 'float32')
-      >>> quantised(jnp.array([[1.0, -0.6]]), bits=4).values().tolist()
-      [[7, -4]]
-      >>> weight[1:].whole().round(3).tolist()
-      [[0.0, 0.02]]
     """
 
     packed: Any

@@ -89,12 +89,6 @@ def spread_config(mesh: Mesh, config: LlamaConfig) -> LlamaConfig:
     """Returns the configuration with the number of copies of each key/value head that the axis `model` requires.
 
     If the query heads do not divide equally, there is one copy, and each device computes the whole attention.
-
-    Examples:
-      >>> mesh = jax.sharding.AbstractMesh((1, 8), ("data", "model"))
-      >>> model = LlamaConfig(64, 32, 48, 1, num_heads=8, num_kv_heads=2, head_dim=4)
-      >>> spread_config(mesh, model).kv_copies
-      4
     """
     places = mesh.shape.get("model", 1)
     copies = places // math.gcd(places, config.num_kv_heads)
@@ -129,16 +123,7 @@ def with_copies(config: LlamaConfig, params: Params) -> Params:
 
 
 def spread(mesh: Mesh, config: LlamaConfig, params: Params) -> tuple[LlamaConfig, Params]:
-    """Shards a model in memory, with one copy of each key/value head, as `load` would; returns config and parameters.
-
-    Examples:
-      >>> from jaxspec.model.llama import init_params
-      >>> config = LlamaConfig(64, 32, 48, 1, num_heads=8, num_kv_heads=2, head_dim=4)
-      >>> mesh = jax.make_mesh((1, 1), ("data", "model"))
-      >>> config, params = spread(mesh, config, init_params(config, jax.random.key(0)))
-      >>> config.kv_copies, params["layers"][0]["attention"]["qkv"].sharding.spec
-      (1, P('model', None, None))
-    """
+    """Shards a model in memory, with one copy of each key/value head, as `load` does; returns config and parameters."""
     config = spread_config(mesh, config)
     params = with_copies(config, params)
     shardings = shardings_for(param_shardings(automatic(mesh), config), params)
@@ -230,11 +215,6 @@ def filled(
       where: the sharding. Each process reads only the shards of its own devices.
       shape: shape of the array.
       read: returns the host array of an index, in the dtype of the result; not called again for a replica of a shard.
-
-    Examples:
-      >>> where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-      >>> filled(where, (2, 3), lambda index: np.ones((4, 3), np.float32)[index]).shape
-      (2, 3)
     """
     indices = where.addressable_devices_indices_map(shape)
     shards, host, held = [], None, ""

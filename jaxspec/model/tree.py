@@ -89,11 +89,6 @@ class Tree:
       behind: bool[B, T, R], whether row j of the whole tree is row i or an ancestor of it.
       depths: int32[B, R], the depths of all rows of the whole tree.
       begin: the index in the whole tree of the first of these rows, static.
-
-    Examples:
-      >>> tree = Tree.of(Shape((-1, -1, 0)), most=2)
-      >>> tree.depth.tolist(), tree.behind[0, 3].tolist()
-      ([[0, 1, 1, 2]], [True, True, False, True])
     """
 
     parent: jax.Array
@@ -118,12 +113,7 @@ class Tree:
 
     @classmethod
     def block(cls, count: int) -> Tree:
-        """Returns `count` rows at consecutive positions that all see each other: a block, in the form of a tree.
-
-        Examples:
-          >>> Tree.block(3).behind.all().item(), Tree.block(3).positions(jnp.array([7])).tolist()
-          (True, [[7, 8, 9]])
-        """
+        """Returns `count` rows at consecutive positions that all see each other: a block, in the form of a tree."""
         place = jnp.arange(count)[None]
         return cls(jnp.maximum(place - 1, 0), place, jnp.ones((1, count, count), bool), place)
 
@@ -170,20 +160,10 @@ class Tree:
 
 
 def as_array(parents: Parents) -> jax.Array:
-    """Returns the parents of the nodes, int32[B, N]; [1, N] for a `Shape`.
-
-    Examples:
-      >>> as_array(Shape(parents=(-1, -1, 0))).tolist()
-      [[-1, -1, 0]]
-    """
+    """Returns the parents of the nodes, int32[B, N]; [1, N] for a `Shape`."""
     return jnp.array([parents.parents], jnp.int32) if isinstance(parents, Shape) else parents
 
 
 def along(rows: jax.Array, path: jax.Array) -> jax.Array:
-    """Returns the entries of rows [B, R, ...] along a path int32[B, P], in its order, [B, P, ...].
-
-    Examples:
-      >>> along(jnp.array([[5, 6, 7, 8]]), jnp.array([[0, 2]])).tolist()
-      [[5, 7]]
-    """
+    """Returns the entries of rows [B, R, ...] along a path int32[B, P], in its order, [B, P, ...]."""
     return jax.vmap(functools.partial(jnp.take, axis=0))(rows, path)

@@ -21,11 +21,6 @@ class Vocabulary:
       head: [N, D], the rows; None if a draft has several heads of its own.
       ids: int32[N], the tokens, rising, so that ties are broken as in the whole vocabulary.
       size: V, the size of the whole vocabulary, static.
-
-    Examples:
-      >>> few = Vocabulary(jnp.ones((2, 4)), jnp.array([3, 5]), size=7)
-      >>> few.spread(jnp.array([[-0.5, -1.0]])).tolist()
-      [[-inf, -inf, -inf, -0.5, -inf, -1.0, -inf]]
     """
 
     head: jax.Array | Quantised | None

@@ -116,16 +116,7 @@ def drafter_loop(
 
 @functools.partial(jax.jit, static_argnames="draws")
 def propose(parts: Parts, weights: Weights, state: DecodeState, draws: int) -> tuple[Proposal, Any]:
-    """Returns the proposals and caches of many calls of `propose` from one state, [draws, B, ...].
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> loop = drafter_loop(NGram(num_draft_tokens=3), "greedy")
-      >>> state, _ = loop.begin(PROMPTS, BUDGETS)
-      >>> proposal, _ = propose(loop.parts, loop.weights, state, DRAWS)
-      >>> proposal.tokens.shape
-      (1500, 3, 3)
-    """
+    """Returns the proposals and caches of many calls of `propose` from one state, [draws, B, ...]."""
     view = View(state.tokens, state.length, state.cache, budget=jnp.full_like(state.length, 99))
     keys = jax.random.split(seed_key(9), (draws, len(state.length)))
 
@@ -139,12 +130,7 @@ def propose(parts: Parts, weights: Weights, state: DecodeState, draws: int) -> t
 
 
 def check_loan(loop: Loop) -> None:
-    """Checks that `propose` does not change a bit of the committed slots of the target's cache.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_loan(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
-    """
+    """Checks that `propose` does not change a bit of the committed slots of the target's cache."""
     state, _ = loop.begin(PROMPTS, BUDGETS)
     for _ in range(2):  # after the prefill, and after some rounds
         _, caches = propose(loop.parts, loop.weights, state, DRAWS)
@@ -158,12 +144,7 @@ def check_loan(loop: Loop) -> None:
 
 
 def check_log_probs(loop: Loop) -> None:
-    """Checks that the frequencies of draft tokens agree with the proposal's `log_probs`, for every row and place.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_log_probs(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
-    """
+    """Checks that the frequencies of draft tokens agree with the proposal's `log_probs`, for every row and place."""
     state, _ = loop.begin(PROMPTS, BUDGETS)
     proposal, _ = propose(loop.parts, loop.weights, state, DRAWS)
     if proposal.log_probs is None:
@@ -192,12 +173,7 @@ def check_log_probs(loop: Loop) -> None:
 
 
 def check_no_recompilation(loop: Loop) -> None:
-    """Checks that other prompts, budgets, seeds, numbers, ends of text, round limits and halted rows compile nothing.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_no_recompilation(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
-    """
+    """Checks that other prompts, budgets, seeds, numbers, ends of texts, limits and halted rows compile nothing."""
     state, _ = loop.begin(PROMPTS, BUDGETS)
     loop.go_on(state)
     sizes = num_compiled()
@@ -215,12 +191,7 @@ def _changed(leaf: Any) -> jax.Array:
 
 
 def check_params_are_arguments(loop: Loop) -> None:
-    """Checks that no parameter is a constant of the program: all constants are smaller than the smallest matrix.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_params_are_arguments(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
-    """
+    """Checks that no parameter is a constant of the program: all constants are smaller than the smallest matrix."""
     state, _ = loop.begin(PROMPTS, BUDGETS)
     arguments = (loop.weights, loop.parts, state, jnp.int32(1), jnp.zeros(len(PROMPTS), bool))
     traced = run_rounds.trace(loop.config, *arguments, window=CAPACITY)
@@ -237,12 +208,7 @@ def check_params_are_arguments(loop: Loop) -> None:
 
 
 def check_begin(loop: Loop) -> None:
-    """Checks that `begin` returns the shapes of `absorbed`, so that texts can continue from empty caches.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_begin(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
-    """
+    """Checks that `begin` returns the shapes of `absorbed`, so that texts can continue from empty caches."""
     drafter = loop.parts.drafter
     state, _ = loop.begin(PROMPTS, BUDGETS)
     begin = functools.partial(drafter.begin, capacity=state.capacity, merged=state.cache.merged)
@@ -263,13 +229,7 @@ def _begun(drafter: Drafter, weights: Weights, state: DecodeState, prefill: Pref
 
 
 def largest_constant(closed: Any) -> int:
-    """Returns the size of the largest constant in a closed jaxpr and the jaxprs that it calls.
-
-    Examples:
-      >>> table = np.arange(5)
-      >>> largest_constant(jax.make_jaxpr(lambda index: jnp.asarray(table)[index])(2))
-      5
-    """
+    """Returns the size of the largest constant in a closed jaxpr and the jaxprs that it calls."""
     sizes = [np.size(const) for const in closed.consts]
     for equation in closed.jaxpr.eqns:
         for value in jax.tree.leaves(equation.params, is_leaf=_is_jaxpr):
@@ -283,12 +243,7 @@ def _is_jaxpr(value: object) -> bool:
 
 
 def check_greedy_text(loop: Loop) -> None:
-    """Checks that greedy rows have the text of a slow decoder without a cache, with and without an end of text.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_greedy_text(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
-    """
+    """Checks that greedy rows have the text of a slow decoder without a cache, with and without an end of text."""
     found = loop.texts(PROMPTS, BUDGETS)
     rows = range(len(PROMPTS)) if isinstance(loop.parts.acceptor, GreedyAcceptor) else [0]
     for row in rows:
@@ -312,12 +267,7 @@ def _greedy(
 
 
 def check_seeded_text(loop: Loop) -> None:
-    """Checks that with the coupled acceptor each row equals the text that plain decoding draws with the row's key.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_seeded_text(drafter_loop(NGram(num_draft_tokens=3), "coupled"))
-    """
+    """Checks that with the coupled acceptor each row equals the text that plain decoding draws with the row's key."""
     parts = dataclasses.replace(loop.parts, drafter=Autoregressive(), acceptor=BlockAcceptor())
     plain = Loop(parts, Weights(loop.weights.target), loop.config)
     for seeds in ((1, 2, 3), (44, 55, 66)):
@@ -327,12 +277,7 @@ def check_seeded_text(loop: Loop) -> None:
 
 
 def check_rows_are_independent(loop: Loop) -> None:
-    """Checks that a row's text depends neither on the other rows of its batch nor on the number of rounds per call.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_rows_are_independent(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
-    """
+    """Checks that a row's text depends neither on the other rows of its batch nor on the number of rounds per call."""
     one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     other = loop.texts(((2, 2), PROMPTS[1], (6,)), (3, BUDGETS[1], 5), seeds=(11, 4, 12))
     assert one[1] == other[1], f"beside other rows the text is {other[1]} instead of {one[1]}"
@@ -340,12 +285,7 @@ def check_rows_are_independent(loop: Loop) -> None:
 
 
 def check_calls(loop: Loop) -> None:
-    """Checks that the text is the same in calls of two rounds as in one call.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_calls(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
-    """
+    """Checks that the text is the same in calls of two rounds as in one call."""
     one = loop.texts(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     state, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     while not state.done.all():
@@ -360,10 +300,6 @@ def check_refill(loop: Loop, statistics: bool = True) -> None:
       loop: the loop.
       statistics: whether the counts of rounds and drafts are compared in addition to the texts; False for a drafter
         whose drafts for a row depend on the other rows.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_refill(drafter_loop(NGram(num_draft_tokens=3), "greedy"))
     """
     others, _ = loop.begin(PROMPTS, BUDGETS, seeds=(3, 4, 5))
     alone, _ = loop.go_on(others)
@@ -399,11 +335,6 @@ def check_sampled_distribution(loop_of: Callable[[Distribution], Loop], rows: in
     Args:
       loop_of: maps a sampling distribution to the loop, on a model with four tokens.
       rows: the number of texts of the first of two prompts; the second has half as many.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> make = functools.partial(drafter_loop, NGram(num_draft_tokens=3), "rejection", FOUR)
-      >>> check_sampled_distribution(make, rows=600)
     """
     prompts, budget, eos = ((1, 3, 1), (2,)), 4, (2,)
     batch = [prompts[row % 3 == 2] for row in range(3 * rows // 2)]

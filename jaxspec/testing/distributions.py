@@ -12,12 +12,7 @@ from scipy import stats
 def warp(
     logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """Returns the probabilities [V] of logits [V] after temperature, top-k, top-p and min-p, computed one by one.
-
-    Examples:
-      >>> warp(np.array([0.0, 0.0, -9.0]), top_k=2).tolist()
-      [0.5, 0.5, 0.0]
-    """
+    """Returns the probabilities [V] of logits [V] after temperature, top-k, top-p and min-p, computed one by one."""
     logits = np.asarray(logits, np.float64)
     if temperature == 0:
         certain: np.ndarray = np.eye(len(logits))[np.argmax(logits)]
@@ -43,13 +38,7 @@ def _normalised(weights: np.ndarray) -> np.ndarray:
 def text_distribution(
     next_probs: Callable[[tuple[int, ...]], np.ndarray], length: int, eos: Collection[int] = ()
 ) -> dict[tuple[int, ...], float]:
-    """Returns the probability of every text of `length` tokens, or of fewer that end with one of `eos`.
-
-    Examples:
-      >>> distribution = text_distribution(lambda prefix: np.array([0.5, 0.5]), length=2)
-      >>> len(distribution), float(distribution[0, 1])
-      (4, 0.25)
-    """
+    """Returns the probability of every text of `length` tokens, or of fewer that end with one of `eos`."""
 
     def texts(prefix: tuple[int, ...], mass: float) -> Iterator[tuple[tuple[int, ...], float]]:
         if len(prefix) == length or (prefix and prefix[-1] in eos):
@@ -63,24 +52,14 @@ def text_distribution(
 
 
 def distance(distribution: dict[Any, float], other: dict[Any, float]) -> float:
-    """Returns the total variation distance of two distributions, 0 to 1.
-
-    Examples:
-      >>> distance({"a": 0.5, "b": 0.5}, {"a": 1.0})
-      0.5
-    """
+    """Returns the total variation distance of two distributions, 0 to 1."""
     return (
         sum(abs(distribution.get(text, 0.0) - other.get(text, 0.0)) for text in {*distribution, *other}) / 2
     )
 
 
 def chi_square(samples: Sequence[Any], distribution: dict[Any, float]) -> float:
-    """Returns the p-value of a χ² test of samples against a distribution, with rare outcomes pooled.
-
-    Examples:
-      >>> chi_square(["a", "b"] * 50, {"a": 0.5, "b": 0.5})
-      1.0
-    """
+    """Returns the p-value of a χ² test of samples against a distribution, with rare outcomes pooled."""
     counts: dict[Any, int] = {}
     for sample in samples:
         counts[sample] = counts.get(sample, 0) + 1

@@ -26,12 +26,7 @@ run_rounds = jax.jit(decoding.run_rounds, static_argnames=("config", "window"))
 
 
 def num_compiled() -> tuple[int, int]:
-    """Returns the numbers of compiled programs of `prefill` and of `run_rounds`.
-
-    Examples:
-      >>> num_compiled() == num_compiled()
-      True
-    """
+    """Returns the numbers of compiled programs of `prefill` and of `run_rounds`."""
     sizes = (cast(Any, function)._cache_size() for function in (prefill, run_rounds))
     return next(sizes), next(sizes)
 
@@ -107,40 +102,18 @@ class Loop:
 
 
 def view(state: DecodeState) -> View:
-    """Returns the drafter's view of a state, as a round computes it.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> from jaxspec.testing.contracts import drafter_loop
-      >>> state, _ = drafter_loop(NGram(num_draft_tokens=3), "greedy").begin([[1, 2, 3], [5], [7]])
-      >>> view(state).length.tolist()
-      [4, 2, 2]
-    """
+    """Returns the drafter's view of a state, as a round computes it."""
     budget = jnp.where(state.done, 0, state.limit - state.length - 1)
     return View(state.tokens, state.length, state.cache, budget)
 
 
 def mixed_distribution() -> Sampling:
-    """Returns a sampling distribution for three rows, of which the first is greedy.
-
-    Examples:
-      >>> mixed_distribution().temperature.shape
-      (3,)
-    """
+    """Returns a sampling distribution for three rows, of which the first is greedy."""
     return Sampling(jnp.array([0.0, 1.0, 0.7]))
 
 
 def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Returns the tokens after each prompt in a state.
-
-    Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> from jaxspec.testing.contracts import drafter_loop
-      >>> prompts = [[1, 2, 3], [5], [7]]
-      >>> state, _ = drafter_loop(NGram(num_draft_tokens=3), "greedy").begin(prompts)
-      >>> [len(text) for text in generated(state, prompts)]
-      [1, 1, 1]
-    """
+    """Returns the tokens after each prompt in a state."""
     rows = zip(np.asarray(state.tokens), np.asarray(state.length), prompts, strict=True)
     return [row[len(prompt) : length].tolist() for row, length, prompt in rows]
 
@@ -148,12 +121,7 @@ def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list
 def greedy(
     prompt: Sequence[int], budget: int, eos: Collection[int] = (), config: LlamaConfig = TARGET
 ) -> list[int]:
-    """Returns the expected tokens of plain greedy decoding, from the slow decoder.
-
-    Examples:
-      >>> len(greedy([1, 2, 3], budget=4))
-      4
-    """
+    """Returns the expected tokens of plain greedy decoding, from the slow decoder."""
     return list(_greedy(config, tuple(prompt), budget, tuple(eos)))
 
 
@@ -163,12 +131,7 @@ def _greedy(config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tupl
 
 
 def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
-    """Returns the raw log-probability of each token of a text after a prompt, from the slow decoder.
-
-    Examples:
-      >>> bool((log_probs([1, 2], [3, 4]) < 0).all())
-      True
-    """
+    """Returns the raw log-probability of each token of a text after a prompt, from the slow decoder."""
     logits = reference.forward(TARGET, params(), [*prompt, *text])[len(prompt) - 1 : -1]
     every = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     found: np.ndarray = every[range(len(text)), text]
@@ -176,15 +139,7 @@ def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
 
 
 def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
-    """Returns a copy of a row's keys and values at its first `length` positions, in either layout of the cache.
-
-    Examples:
-      >>> from jaxspec.model import cache
-      >>> slots = cache.create(TARGET, batch_size=2, capacity=8, dtype=jnp.float32)
-      >>> keys, *_ = committed(slots, row=1, length=3)
-      >>> keys.shape == (TARGET.num_kv_heads, 3, TARGET.head_dim)
-      True
-    """
+    """Returns a copy of a row's keys and values at its first `length` positions, in either layout of the cache."""
     # Copies, because a later program may write into the same buffer.
     arrays = [np.array(array) for array in jax.tree.leaves(cache.layers)]
     return [a.reshape(len(cache.rope_length), -1, *a.shape[-2:])[row, :, :length] for a in arrays]

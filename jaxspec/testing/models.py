@@ -59,12 +59,7 @@ MERGES = [("a", "b"), ("b", "a"), ("c", "d"), ("e", " "), ("ab", " ")]
 
 
 def engine_config(config: LlamaConfig = TARGET) -> LlamaConfig:
-    """Returns the configuration with the end-of-text token of `tokenizer`.
-
-    Examples:
-      >>> engine_config().eos_token_ids
-      (10,)
-    """
+    """Returns the configuration with the end-of-text token of `tokenizer`."""
     return dataclasses.replace(config, eos_token_ids=(EOS,))
 
 
@@ -84,12 +79,7 @@ def language_model(
 
 @functools.cache
 def tokenizer(chat_template: str | None = None) -> Tokenizer:
-    """Returns a tokenizer that merges letters into pairs, so that a text has several possible tokenisations.
-
-    Examples:
-      >>> tokenizer().encode("ab cd")
-      [0, 12, 9]
-    """
+    """Returns a tokenizer that merges letters into pairs, so that a text has several possible tokenisations."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, processors
     from transformers import PreTrainedTokenizerFast
@@ -106,10 +96,5 @@ def tokenizer(chat_template: str | None = None) -> Tokenizer:
 
 @functools.cache
 def small_model() -> LanguageModel:
-    """Returns a model of one layer that drafts for `language_model` in tests of `draft-model`.
-
-    Examples:
-      >>> small_model().config.num_layers
-      1
-    """
+    """Returns a model of one layer that drafts for `language_model` in tests of `draft-model`."""
     return language_model(SMALL, "small")

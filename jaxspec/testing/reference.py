@@ -11,52 +11,35 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import is_shape, param_shapes
 from jaxspec.model.quantisation import is_quantised
 
 
-def random_params(config: LlamaConfig, seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
-    """Returns parameters without zeros and ones, so that tests detect a missing bias or norm.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> random_params(TARGET, seed=0)["embed"].shape == (TARGET.vocab_size, TARGET.hidden_size)
-      True
-    """
-    return random_tree(param_shapes(config), seed, dtype)
+def random_params(config: LlamaConfig, seed: int) -> dict[str, Any]:
+    """Returns parameters without zeros and ones, so that tests detect a missing bias or norm."""
+    return random_tree(param_shapes(config), seed)
 
 
-def random_tree(shapes: dict[str, Any], seed: int, dtype: DTypeLike = np.float32) -> dict[str, Any]:
-    """Returns parameters as `random_params` does for a tree of shapes, with norms and biases recognised by name.
-
-    Examples:
-      >>> random_tree({"norm": (3,)}, seed=0)["norm"].shape
-      (3,)
-    """
+def random_tree(shapes: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Returns parameters as `random_params` does for a tree of shapes, with norms and biases recognised by name."""
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, shape: tuple[int, ...]) -> np.ndarray:
         noise = rng.standard_normal(shape)
         if path[-1].key.endswith("norm"):
-            return (1 + 0.2 * noise).astype(dtype)
+            return (1 + 0.2 * noise).astype(np.float32)
         if path[-1].key.endswith("bias"):
-            return (0.3 * noise).astype(dtype)
-        return (noise / math.sqrt(shape[-1])).astype(dtype)
+            return (0.3 * noise).astype(np.float32)
+        return (noise / math.sqrt(shape[-1])).astype(np.float32)
 
     drawn: dict[str, Any] = jax.tree.map_with_path(draw, shapes, is_leaf=is_shape)
     return drawn
 
 
 def as_float64(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parameters as float64 NumPy arrays.
-
-    Examples:
-      >>> as_float64({"norm": np.ones(2, np.float32)})["norm"].dtype
-      dtype('float64')
-    """
+    """Returns the parameters as float64 NumPy arrays."""
 
     def widened(leaf: Any) -> Any:
         if is_quantised(leaf):
@@ -68,13 +51,7 @@ def as_float64(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def frequencies(config: LlamaConfig, length: int) -> list[float]:
-    """Returns the radians per position of each coordinate pair, for a text of `length` tokens.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> frequencies(TARGET, length=8)
-      [1.0, 0.01]
-    """
+    """Returns the radians per position of each coordinate pair, for a text of `length` tokens."""
     dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
         trained = config.max_position_embeddings
@@ -176,11 +153,6 @@ def forward(
       run: for each layer, whether attention and MLP run; None for all.
       num_layers: the number of layers before the final norm and head; None for all.
       stream: a list to which the residual stream [N, D] is appended at the start and after each sublayer.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> forward(TARGET, random_params(TARGET, seed=0), [1, 2, 3]).shape
-      (3, 13)
     """
     params = as_float64(params)
     rope_length = len(tokens) if rope_length is None else rope_length
@@ -210,13 +182,7 @@ def greedy(
     max_new_tokens: int,
     eos: Collection[int] = (),
 ) -> list[int]:
-    """Returns the tokens of plain greedy decoding, up to and including the first of `eos`, by one full pass each.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> len(greedy(TARGET, random_params(TARGET, seed=0), [1, 2], max_new_tokens=3))
-      3
-    """
+    """Returns the tokens of plain greedy decoding, up to and including the first of `eos`, by one full pass each."""
     params = as_float64(params)
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:

@@ -15,6 +15,7 @@ import pytest
 from jaxspec.choosing.costs import (
     DraftCost,
     StepCosts,
+    guessed,
     kinds,
     predicted_speedup,
     speedup_table,
@@ -55,6 +56,8 @@ def test_known_steps_come_back():
     )
     assert COSTS.step_ms(layers=2) == pytest.approx(3.6)
     assert COSTS.step_ms(layers=0) == pytest.approx(2.0)
+    assert guessed(10, row=0.1).step_ms(rows=6) == pytest.approx(1.5)
+    assert guessed(10, row=0.1).step_ms(layers=5) == pytest.approx(0.55)
 
 
 def test_between_and_behind_the_known_ones_are_straight_lines():

@@ -18,6 +18,7 @@ from jaxspec.engine import buckets, compiled
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.host.arguments import num_bytes
 from jaxspec.model import cache as kv
 from tests import tiny
 
@@ -306,6 +307,11 @@ def test_common_beginnings():
     assert shared_beginning(prompts, [0, 0, 0, 0], 2) == (1, 4)
     assert shared_beginning(prompts, [2, 3, 3, 0], 2) is None
     assert shared_beginning(prompts[:1], [0], 1) is None
+
+
+def test_a_size_is_a_number_or_has_a_unit():
+    given = (7, "7", "512MB", "1.5 GiB")
+    assert [num_bytes("prefix_cache", size) for size in given] == [7, 7, 512_000_000, 3 * 2**29]
 
 
 @pytest.mark.parametrize("given", ["512XB", -1, 1.5, "MB", True])

@@ -223,7 +223,7 @@ def draft_of(lm: LanguageModel, last: int) -> str:
 def test_one_draft_serves_two_targets_with_thresholds_of_their_own(target, tmp_path):
     draft, other = sorted_draft(), sorted_draft((2, 3, 4), "other target")
     (tmp_path / "thresholds").mkdir()
-    path = method_files.thresholds_path(tmp_path, draft_of(draft, 4))
+    path = tmp_path / method_files.thresholds_name(draft_of(draft, 4))
     method_files.write_thresholds(path, target.fingerprint, draft_of(draft, 4), (1, 2, 4), (0.9, 0.25), {})
     content = json.loads(path.read_text())
     assert content["format"] == "jaxspec.thresholds/1"
@@ -357,7 +357,7 @@ def test_a_draft_drafts_with_what_its_config_records(target, tmp_path):
     text = target.generate("ab ab", method="s2d", draft=str(directory), **options)
     assert text.tokens == target.generate("ab ab", **options).tokens
     fingerprint = draft_of(load(directory), 4)
-    path = method_files.thresholds_path(tmp_path, fingerprint)
+    path = tmp_path / method_files.thresholds_name(fingerprint)
     path.parent.mkdir()
     method_files.write_thresholds(path, target.fingerprint, fingerprint, (1, 2, 4), (0.5, 0.125), {})
     assert target.drafter("s2d", draft=str(directory))[0].thresholds.tolist() == [0.5, 0.125]

@@ -58,10 +58,6 @@ def usual_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """Returns the default auxiliary layers of a head of `count` layers: the layers of the target whose input it reads.
 
     They are spaced evenly from the output of layer 1 to that of layer L − 3, as in the authors' code.
-
-    Examples:
-      >>> usual_aux_layers(36, count=5)
-      (2, 10, 18, 26, 34)
     """
     if count == 1:
         return (num_layers // 2 + 1,)

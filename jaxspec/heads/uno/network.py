@@ -99,11 +99,6 @@ def noise(head: UnoConfig, pending: jax.Array, positions: jax.Array) -> jax.Arra
     """Returns noise tokens, int32[...], a fixed function of the pending tokens and the positions, int32[...] each.
 
     A draft thus depends on the text alone.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> noise(UnoConfig(TARGET, 4, 4.0, noise=(3, 4)), jnp.array([7, 7]), jnp.array([20, 21])).tolist()
-      [3, 3]
     """
     first, end = head.noise
     # The mixing steps of MurmurHash3.

@@ -429,12 +429,7 @@ def _shard(
 
 
 def _covered(shape: tuple[int, ...], source: Source) -> list[range]:
-    """Returns the positions along each axis of a leaf that a source fills, at equal distances.
-
-    Examples:
-      >>> _covered((4, 6), Source("k", (4, 3), (2, 2, 2, 3), (slice(None), slice(1, 2), slice(1, 2))))
-      [range(1, 4, 2), range(3, 6)]
-    """
+    """Returns the positions along each axis of a leaf that a source fills, at equal distances."""
     covered, split = [], list(source.split)
     index = [*source.index, *[slice(None)] * (len(split) - len(source.index))]
     for size in shape:

@@ -18,10 +18,6 @@ class ASDNumbers:
 
     Raises:
       ValueError: α is not in (0, 1], or m or n is negative or more than any model's layers.
-
-    Examples:
-      >>> ASDNumbers()
-      ASDNumbers(alpha=0.985, every=3, keep_last=2)
     """
 
     alpha: float = 0.985

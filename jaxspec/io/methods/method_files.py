@@ -268,11 +268,6 @@ def thresholds_name(draft: str) -> str:
     return f"{THRESHOLDS_NAME}/{draft}.json"
 
 
-def thresholds_path(directory: Path, draft: str) -> Path:
-    """Returns the path of a target's thresholds for a draft, see `thresholds_name`."""
-    return directory / thresholds_name(draft)
-
-
 def write_thresholds(
     path: str | os.PathLike[str],
     target: str,

@@ -44,10 +44,6 @@ def template_of(given: str | os.PathLike[str]) -> str:
 
     Raises:
       FileNotFoundError, ValueError: there is neither, or the file is not text.
-
-    Examples:
-      >>> template_of("chatml")[:20]
-      '{% for message in me'
     """
     name = os.fspath(given)
     if name in FORMS and not os.path.exists(name):

@@ -373,12 +373,7 @@ class Tokenizer:
 
 @functools.lru_cache
 def _num_open(data: bytes) -> int:
-    """Returns the number of bytes at the end of `data` that begin a character which further bytes can complete.
-
-    Examples:
-      >>> _num_open(b"a\\xe2\\x82"), _num_open(b"\\xe2\\x82\\xac"), _num_open(b"\\xed\\xa0")
-      (2, 0, 0)
-    """
+    """Returns the number of bytes at the end of `data` that begin a character which further bytes can complete."""
     # After some first bytes only one end of the range of continuation bytes is possible.
     rest = [fill * count for count in range(1, _MAX_OPEN + 1) for fill in (b"\x80", b"\xbf")]
     for begin in range(max(len(data) - _MAX_OPEN, 0), len(data)):

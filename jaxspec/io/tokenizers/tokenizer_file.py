@@ -157,18 +157,11 @@ def _is_plain(token: AddedToken) -> bool:
 
 def _same(listed: Any, added: dict[int, AddedToken]) -> bool:
     """Whether the tokenizer has all tokens listed in its settings, with the same properties."""
+    names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     return isinstance(listed, dict) and all(
-        index.isdecimal() and int(index) in added and _properties(token) == _properties_of(added[int(index)])
+        index.isdecimal()
+        and isinstance(token, dict)
+        and int(index) in added
+        and all(token.get(name) == getattr(added[int(index)], name) for name in names)
         for index, token in listed.items()
     )
-
-
-_PROPERTIES = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-
-
-def _properties(token: Any) -> tuple[Any, ...]:
-    return tuple(token.get(name) for name in _PROPERTIES) if isinstance(token, dict) else ()
-
-
-def _properties_of(token: AddedToken) -> tuple[Any, ...]:
-    return tuple(getattr(token, name) for name in _PROPERTIES)
