@@ -213,6 +213,10 @@ class Batch:
         request = job.request = request_of(content.get("url", ""), content["body"])
         if request.stream:
             raise BadField("stream is true; a batch has no streams", "stream")
+        if request.only_echo:
+            raise BadField(
+                "max_tokens is 0; a batch has no answers of the prompt alone; give at least 1", "max_tokens"
+            )
         if request.echo and request.logprobs:
             raise BadField("a batch has no log-probabilities of prompts; leave out echo or logprobs", "echo")
         return self._api(job, request, options)
@@ -246,6 +250,10 @@ class Batch:
         for name in ("stream", "n", "max_batch"):
             if name in given:
                 raise ValueError(f"a record has no option {name}; leave it out")
+        if isinstance(method := given.get("method"), Mapping):
+            raise ValueError(
+                f"method is {shown(method)}; give its name, and its options as fields of the record"
+            )
         if ("prompt" in content) == ("messages" in content):
             raise ValueError(
                 "give `prompt` or `messages` in each record, or `url` and `body` of OpenAI's format"

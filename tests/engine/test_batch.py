@@ -158,8 +158,13 @@ BAD = [
         {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 0}},
         "max_tokens is 0",
     ),
+    (
+        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 0, "echo": True}},
+        "a batch has no answers of the prompt alone",
+    ),
     ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "no streams"),
     ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": ["a", "b" * 600]}}, "context"),
+    ({"prompt": "ab", "method": {"name": "ngram"}}, "give its name, and its options as fields"),
     ({"prompt": "ab", "method": "auto", "among": 3}, "among is 3; give a text or several"),
     ({"prompt": "ab", "method": "hybrid", "first": []}, "first is []; give a text"),
     (
