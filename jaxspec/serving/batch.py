@@ -214,9 +214,7 @@ class Batch:
         if request.stream:
             raise BadField("stream is true; a batch has no streams", "stream")
         if request.only_echo:
-            raise BadField(
-                "max_tokens is 0; a batch has no answers of the prompt alone; give at least 1", "max_tokens"
-            )
+            raise BadField("a batch answers no prompt alone; give max_tokens of at least 1", "max_tokens")
         if request.echo and request.logprobs:
             raise BadField("a batch has no log-probabilities of prompts; leave out echo or logprobs", "echo")
         return self._api(job, request, options)

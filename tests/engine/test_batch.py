@@ -160,7 +160,7 @@ BAD = [
     ),
     (
         {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 0, "echo": True}},
-        "a batch has no answers of the prompt alone",
+        "a batch answers no prompt alone",
     ),
     ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "no streams"),
     ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": ["a", "b" * 600]}}, "context"),
