@@ -18,6 +18,7 @@ from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.engine import compiled
 from jaxspec.engine.compiled import Loop
+from jaxspec.engine.executables import Call
 from jaxspec.engine.results import Expected
 from jaxspec.engine.strategies import Always, Turn
 from jaxspec.io.methods import auto_file, price_file
@@ -180,7 +181,7 @@ class Awaited(Chosen):
         self._waits = True
         described: tuple[Weights, Parts, Request] = _shapes((params, parts, request))
 
-        def describe() -> list[Any]:
+        def describe() -> list[Call]:
             params, parts, request = described
             return self._describe(params, parts, request, static)
 
@@ -191,13 +192,14 @@ class Awaited(Chosen):
             return params, parts
         return Weights(params.target), dataclasses.replace(parts, drafter=self._plain)
 
-    def _describe(self, params: Weights, parts: Parts, request: Request, static: dict[str, Any]) -> list[Any]:
+    def _describe(
+        self, params: Weights, parts: Parts, request: Request, static: dict[str, Any]
+    ) -> list[Call]:
         """Returns the calls to compile: rounds, the take-over, and the prefill of the next process."""
         state, _ = self._loop.executables.shapes(compiled.prefill, params, parts, request, **static)
-        numbers = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct(state.done.shape, bool)
         plain = dataclasses.replace(state, drafter_state=())
-        calls = [
-            (compiled.run_rounds, (params, parts, state, *numbers), self._loop.rounds_static(parts.drafter)),
+        calls: list[Call] = [
+            self._loop.rounds_of(params, parts, state),
             (compiled.catch_up, (params, parts, plain), self._catch_up_static(state.capacity)),
         ]
         self._keys = [self._loop.executables.key(function, *args, **its) for function, args, its in calls]

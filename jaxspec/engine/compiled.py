@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec import decoding, protocol
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.engine import buckets, memory
-from jaxspec.engine.executables import Executables
+from jaxspec.engine.executables import Call, Executables
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -246,6 +246,11 @@ class Loop:
     def rounds_static(self, drafter: Drafter) -> dict[str, Any]:
         """Returns the static arguments of `run_rounds`."""
         return rounds_static(self.config, drafter, self.mesh)
+
+    def rounds_of(self, params: Weights, parts: Parts, state: Any) -> Call:
+        """Returns the call of `run_rounds` for a state of these shapes."""
+        numbers = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct(state.done.shape, bool)
+        return run_rounds, (params, parts, state, *numbers), self.rounds_static(parts.drafter)
 
     def empty_caches(
         self, params: Weights, drafter: Drafter, batch: int, capacity: int

@@ -239,9 +239,7 @@ class Feeding:
 
     def rounds(self, state: Any, parts: Parts) -> Call:
         """Returns the call of the loop for a state of these shapes."""
-        numbers = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(state.done.shape, bool)
-        arguments = *self._strategy.running(self._params, parts), state, *numbers
-        return compiled.run_rounds, arguments, self._loop.rounds_static(self._drafter)
+        return self._loop.rounds_of(*self._strategy.running(self._params, parts), state)
 
     def calls(
         self, example: RowRequest, batches: Sequence[int], longest: int, elastic: bool, continued: bool

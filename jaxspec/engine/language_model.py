@@ -435,9 +435,9 @@ class LanguageModel(Model):
             max_batch = max(size, GenerationOptions().max_batch)
             options = {"max_batch": max_batch, "max_new_tokens": longest - len(prompt), **given}
             with needed():
-                read = self.preparation.read(method, None, options)
-                session, _, _ = self.preparation.start(QUIET_ROUNDS, [prompt] * size, None, None, *read)
-                session.warm_up(longest)
+                made, common = self.preparation.read(method, None, options)
+                requests, _, _ = self.preparation.requests([prompt] * size, None, None, common)
+                self.preparation.session(requests, made, common).warm_up(longest)
 
     def drafter(
         self,

@@ -36,7 +36,7 @@ PUBLIC = (
     "jaxspec/serving/ray.py",
     "jaxspec/serving/batch_files.py",
 )
-# Of these files only the classes and functions are public that docs/extend.md names, or its list of public names.
+# In these files, a class or function is public if docs/extend.md names it, or if its package lists it in `__all__`.
 PARTLY = ("jaxspec/model/", "jaxspec/choosing/", "jaxspec/methods/", "jaxspec/heads/", "jaxspec/testing/")
 # The methods that a user calls; those of any other class share its example.
 OWN = {"LanguageModel": ("generate", "stream"), "Model": ("encode",)}
