@@ -248,7 +248,7 @@ def place_params(
         leaf = put(host, shardings.get(name, device))
         if bits is None:
             return leaf
-        sampled[name] = sampled_rows(host)
+        sampled[name] = sampled_rows(host, config.kv_copies if name.endswith("/qkv_bias") else 1)
         if not is_multiplied(config, name):
             return leaf
         small = quantised(leaf, bits)

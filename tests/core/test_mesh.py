@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxspec.console.errors import Guard
-from jaxspec.engine.loading import fit_to_mesh
+from jaxspec.engine.loading import fit_to_mesh, place_params
 from jaxspec.io import checkpoint, orbax
 from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
@@ -308,7 +308,6 @@ def test_how_often_a_head_is_held(heads, kv_heads, places, copies, whole):
     assert next(iter(left_whole(mesh, config).values())) == whole
 
 
-@pytest.mark.full
 def test_copies_of_heads_are_no_part_of_the_model(tmp_path):
     """Its name, its files, their contents and the result of the copies are the same."""
     plain = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=2, qkv_bias=True, model_type="qwen2")
@@ -332,6 +331,10 @@ def test_copies_of_heads_are_no_part_of_the_model(tmp_path):
             orbax.restore(tmp_path / "copied-orbax")[1],
         ),
     )
+    quantised = place_params(
+        tmp_path / "plain", config, jnp.float32, None, jax.make_mesh((1, 1), ("data", "model")), 8, None
+    )
+    assert method_files.fingerprint(config, *quantised) == method_files.fingerprint(plain, params)
     with pytest.raises(
         ValueError, match="kv_copies 3 does not divide the 4 query heads of each key/value head"
     ):

@@ -161,6 +161,7 @@ def test_raw_formulas_and_tags_are_noticed(tmp_path):
 @pytest.mark.full
 def test_a_broken_link_ends_the_build(tmp_path):
     """The build of the other tests can fail: with the same options a site with one warning is none."""
+    pytest.importorskip("mkdocs")
     (tmp_path / "docs").mkdir()
     (tmp_path / "mkdocs.yml").write_text("site_name: x\n")
     for link, status in (("index.md", 0), ("missing.md", 1)):

@@ -77,8 +77,8 @@ def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = N
     }
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
     read = None if sampled is None else [row for name, _, _ in leaves(config) for row in sampled[name]]
-    if read is None and all(map(_on_host, jax.tree.leaves(params))):
-        # NumPy's views need no compilation; with copied heads these rows are the same.
+    if read is None and config.kv_copies == 1 and all(map(_on_host, jax.tree.leaves(params))):
+        # NumPy's views need no compilation.
         read = [row for leaf in jax.tree.leaves(params) for row in sampled_rows(np.asarray(leaf))]
     for row in read or fetched(_sampled_rows(config, params)):
         digest.update(np.ascontiguousarray(row).tobytes())
@@ -93,9 +93,11 @@ def _on_host(leaf: Any) -> bool:
     return len(devices) == 1 and devices[0].platform == "cpu"
 
 
-def sampled_rows(leaf: np.ndarray) -> list[np.ndarray]:
-    """Returns the rows of a leaf that are part of a fingerprint; they are the same with copied key/value heads."""
-    ends = [leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED] for at in (0, -1)]
+def sampled_rows(leaf: np.ndarray, copies: int = 1) -> list[np.ndarray]:
+    """Returns the rows of a leaf that are part of a fingerprint, the same for all `copies` of each key/value head."""
+    # Of a bias [KV · copies, ·], the last row without copies begins with the first copy of the last head.
+    last = -copies if leaf.ndim == 2 else -1
+    ends = [leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED] for at in (0, last)]
     return [np.ascontiguousarray(row.astype(ml_dtypes.bfloat16)).view(np.uint16) for row in ends]
 
 
