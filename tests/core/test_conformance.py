@@ -1,8 +1,7 @@
 """The contracts of every combination of drafter, stop rule and acceptor.
 
-The ordinary tests run one drafter of each family. The full tests compare the texts of every drafter, rule and
-acceptor, and of most pairs of them; they check the other contracts for the drafters that a method builds. The whole
-product is slow.
+The ordinary tests run one drafter of each family, the full tests one of each method and of the variants whose code
+differs most. The rest is slow: the other variants, and the product with every rule and acceptor.
 """
 
 from __future__ import annotations
@@ -55,7 +54,18 @@ def with_sampling(combinations):
     ]
 
 
-COMBINATIONS = parameters(tiny.full_product(), tiny.ordinary(), tiny.families())
+# Their drafts have another form than those of the methods: a choice among trees, a tree that is drawn, a pass without a
+# draft of its own, a part of the vocabulary, a mask for all rows.
+VARIANTS = (
+    "choosing-trees",
+    "hybrid-tree-drawn",
+    "uno-single-pass",
+    "draft-model-vocab",
+    "asd-shared",
+    "s2d-target",
+)
+FORMS = [*tiny.usual(), *(one for one in tiny.ordinary() if one.drafter in VARIANTS)]
+COMBINATIONS = parameters(tiny.full_product(), FORMS, tiny.families())
 USUAL = parameters(tiny.full_product(), tiny.usual(), tiny.families())
 SAMPLING = with_sampling(tiny.ordinary())
 DRAFTERS = parameters(
@@ -311,9 +321,7 @@ COUPLED = [one for one in tiny.full_product() if one.acceptor == "coupled"]
 TREE_BESIDE_AN_EXIT = tiny.Combination("choosing-trees", "-", "coupled")
 
 
-@pytest.mark.parametrize(
-    "combination", parameters(COUPLED, tiny.ordinary(), [*tiny.families(), TREE_BESIDE_AN_EXIT])
-)
+@pytest.mark.parametrize("combination", parameters(COUPLED, FORMS, [*tiny.families(), TREE_BESIDE_AN_EXIT]))
 def test_coupled_text_is_plain_decodings_by_the_seed(combination):
     contracts.check_seeded_text(tiny.loop(combination))
 
@@ -359,9 +367,10 @@ SAMPLED = [
 ]
 # One that matches text, one of each kind of tree, one with a model of its own, and one with the target's layers.
 ORDINARY = ("ngram-random", "eagle-tree-drawn", "medusa-tree", "draft-model", "layerskip", "eagle")
+FULL = ("token-recycling", "choosing", "clasp", "s2d", "eagle3", "dflash", "kangaroo", "uno", *VARIANTS[:4])
 DISTRIBUTIONS = parameters(
     [one for one in tiny.full_product() if one.acceptor != "greedy"],
-    SAMPLED,
+    [one for one in SAMPLED if one.drafter in FULL],
     [one for one in SAMPLED if one.drafter in ORDINARY],
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -77,7 +79,7 @@ def test_every_cell_of_simulated_devices_runs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.full
+@pytest.mark.representatives(full=["quickstart"])
 @pytest.mark.parametrize(
     "path", [one for one in NOTEBOOKS if one.stem != OF_ITS_OWN], ids=lambda path: path.stem
 )
@@ -97,6 +99,18 @@ def test_every_cell_runs(path, monkeypatch, tmp_path):
         kinds, stored = ([one["output_type"] for one in some] for some in (outputs, cell["outputs"]))
         assert kinds == stored, "".join(cell["source"])
     assert any(outputs for _, outputs in ran)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_imports_exists(path):
+    for cell in notebooks.code_cells(read(path)):
+        code = "".join(line for line in cell["source"] if not line.lstrip().startswith(("%", "!")))
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    if not hasattr(module, alias.name):
+                        importlib.import_module(f"{node.module}.{alias.name}")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -145,7 +159,6 @@ def test_a_live_output_is_replaced_in_place():
     exec(LIVE, {})
 
 
-@pytest.mark.full
 def test_there_are_notebooks():
     """An empty folder would pass the tests above."""
     assert NOTEBOOKS

@@ -45,7 +45,7 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(buckets, "START_CAPACITY", buckets.MIN_CAPACITY)
 
 
-@pytest.mark.representatives("ngram", "draft-model", "asd")
+@pytest.mark.representatives("ngram", "draft-model", "asd", full=["choosing", "s2d", "eagle"])
 @each_method
 def test_alone_in_a_batch_and_streamed(lm, method):
     """Every text equals that of the slow decoder."""
@@ -139,7 +139,7 @@ def test_a_single_token(lm):
     assert (row.statistics.mean_acceptance_length, row.statistics.tokens_per_second) == (None, None)
 
 
-@pytest.mark.representatives("ngram")
+@pytest.mark.representatives("ngram", full=["s2d"])
 @pytest.mark.parametrize("method", ["ngram", "draft-exit", "s2d"])
 def test_a_text_grows_through_the_buckets(lm, small_buckets, method):
     found = generate(lm, PROMPTS[:1], method, max_new_tokens=80, ignore_eos=True, logprobs=True)[0]
@@ -200,7 +200,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 
-@pytest.mark.representatives("draft-model")
+@pytest.mark.representatives("draft-model", full=["eagle3"])
 @pytest.mark.parametrize("method", ["autoregressive", "draft-model", "asd", "s2d", "eagle3"])
 def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_chunks, method):
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 60), RowRequest(LONG, 8)]
@@ -427,7 +427,7 @@ def test_requests_are_values():
 
 @pytest.mark.representatives(
     *("1-draft-model", "1-s2d", "20-ngram", "20-draft-model", "20-asd"),
-    full=[f"20-{method}" for method in tiny.METHODS],
+    full=["20-choosing", "20-s2d", "20-layerskip", "20-eagle"],
 )
 @each_method
 @pytest.mark.parametrize("budget", [1, 20])

@@ -281,7 +281,7 @@ def test_printed_commands_can_be_read(page, tmp_path, monkeypatch):
                 assert command.main(words[2:]) == 0, words
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_commands_of_the_results_run(tmp_path, monkeypatch, capsys):
     """The longest form of each, with little text and few settings, on four layers of a model.
 
