@@ -2,8 +2,8 @@
 
 Nothing is decoded. A synthetic text has, at each of its places and for each candidate, the number of draft tokens in a
 row that would be accepted, and whether a draft would be found. So any candidate can be played from any place. `auto` is
-`Choosing.choose` and its counts, as the compiled loop runs them, for all texts at once. The price of a round comes from
-a device on paper, or from `jaxspec profile --costs --json`. A batch is one text.
+`ChoiceRule`, as the compiled loop runs it, for all texts at once. The price of a round comes from a device on paper, or
+from `jaxspec profile --costs --json`. A batch is one text.
 
 Kinds of texts: `stationary` (each text has acceptances of its own, all along), `drifting` (they walk), `adversarial`
 (after 24 to 64 tokens the candidate that was the best becomes the worst, and others change), `hopeless` (no draft is
@@ -30,7 +30,8 @@ from flax import struct
 from benchmarks import command
 from jaxspec.choosing.costs import DraftCost, StepCosts, kinds
 from jaxspec.choosing.prices import measured_prices
-from jaxspec.drafting.choosing_drafter import Choice, Choosing, ChoosingState, Found
+from jaxspec.drafting.choice_rule import Choice, ChoiceRule, ChoiceState, Found
+from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.host.files import read_json
 from jaxspec.host.progress import OnProgress
@@ -55,7 +56,7 @@ _HELD_OUT = 100
 _PROMPT = 256
 _WIDTHS = (1, 4, 8, LONGEST + 1)
 # (the state, the drafts of lookups, the lengths of the rows, their budgets) -> the choice of a round
-Rule = Callable[[ChoosingState, tuple[Found, ...], jax.Array, jax.Array], Choice]
+Rule = Callable[[ChoiceState, tuple[Found, ...], jax.Array, jax.Array], Choice]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     return report | {"seconds": time.perf_counter() - began}
 
 
-def player(drafter: Choosing, rule: Rule) -> Callable[[Texts], np.ndarray]:
+def player(drafter: ChoiceRule, rule: Rule) -> Callable[[Texts], np.ndarray]:
     """Returns a function that plays a rule on all texts, and returns the time of each, in plain steps.
 
     Args:
@@ -184,13 +185,13 @@ def player(drafter: Choosing, rule: Rule) -> Callable[[Texts], np.ndarray]:
         for at in drafter.lookups:
             text = jnp.where(column < run[rows, at + 1, here][:, None], column, text)
         outcome = Outcome(text, gained, jnp.where(live, drafted, 0), jnp.where(live, accepted, 0))
-        state = drafter.counted(state._replace(choice=choice, found=tuple(drafts)), outcome)
+        state = drafter.observe(state._replace(choice=choice, found=tuple(drafts)), outcome)
         return place + gained, took + jnp.where(live, choice.cost, 0.0), state
 
     def play(texts: Texts) -> np.ndarray:
         count, _, tokens = texts.run.shape
         run, found = jnp.asarray(texts.run, jnp.int32), jnp.asarray(texts.drafts)
-        carry = jnp.zeros(count, jnp.int32), jnp.zeros(count), drafter.begun(count)
+        carry = jnp.zeros(count, jnp.int32), jnp.zeros(count), drafter.init(count)
         while bool(jnp.any(carry[0] < tokens)):
             carry = go_on(run, found, carry)
         return np.asarray(carry[1])
@@ -198,7 +199,7 @@ def player(drafter: Choosing, rule: Rule) -> Callable[[Texts], np.ndarray]:
     return play
 
 
-def _alone(drafter: Choosing, at: int) -> Rule:
+def _alone(drafter: ChoiceRule, at: int) -> Rule:
     """Returns the rule that always uses one candidate, with drafts of the length that is best for its expectation."""
     lookup = at in drafter.lookups
     accept = np.asarray(drafter.prices.accept[at])
@@ -209,7 +210,7 @@ def _alone(drafter: Choosing, at: int) -> Rule:
     costs = verify[np.searchsorted(_WIDTHS, lengths, side="right")] + draft[at, 1:]
     length = int(((1 + np.cumsum(np.cumprod(accept))) / costs).argmax()) + 1
 
-    def rule(state: ChoosingState, found: tuple[Found, ...], lengths: jax.Array, budget: jax.Array) -> Choice:
+    def rule(state: ChoiceState, found: tuple[Found, ...], lengths: jax.Array, budget: jax.Array) -> Choice:
         size = jnp.minimum(length, budget)
         if lookup:
             size = jnp.minimum(size, found[drafter.lookups.index(at)].count)
@@ -220,15 +221,11 @@ def _alone(drafter: Choosing, at: int) -> Rule:
     return rule
 
 
-def _drafter(costs: StepCosts, works: Sequence[DraftCost], accept: Sequence[Sequence[float]]) -> Choosing:
-    """Returns the drafter of these candidates, in which each row chooses for itself."""
+def _drafter(costs: StepCosts, works: Sequence[DraftCost], accept: Sequence[Sequence[float]]) -> ChoiceRule:
+    """Returns the rule of these candidates, with which each row chooses for itself."""
     candidates = tuple(NGram(num_draft_tokens=LONGEST) if one.copies else _Model() for one in works)
     prices = measured_prices(costs, works, [0] * len(works), _WIDTHS, LONGEST, accept)
-
-    class Widths(Choosing):
-        verify_widths = _WIDTHS
-
-    return Widths(None, candidates, prices, jnp.float32(Choosing.memory), joint=False)  # type: ignore[arg-type]
+    return ChoiceRule(candidates, prices, jnp.float32(Choosing.memory), _WIDTHS, joint=False)
 
 
 def make_texts(kind: str, names: Sequence[str], count: int, tokens: int, seed: int) -> Texts:

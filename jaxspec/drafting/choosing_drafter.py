@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -10,11 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from jaxspec.choosing.prices import Prices
-from jaxspec.drafting.lookup import LookupDrafter
+from jaxspec.drafting.choice_rule import Choice, ChoiceRule, ChoiceState, Found
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -22,27 +20,8 @@ from jaxspec.model.control import narrowest, once
 from jaxspec.model.numerics import widened
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.tree import Shape, Tree, as_array
-from jaxspec.protocol import (
-    Drafter,
-    Outcome,
-    Prefill,
-    Proposal,
-    State,
-    View,
-    Weights,
-)
+from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Distribution
-
-# The time that drafts may lose against plain decoding: `FIRST` steps, and a share of the text. Time that they save
-# counts against it.
-FIRST, SHARE = 1.25, 0.015
-# The draft tokens as which the expected acceptance of a lookup's first token and of its further tokens count.
-_BEGAN, _WENT_ON = 1.0, 2.0
-# The acceptance of a model's drafts is estimated this many posterior standard deviations above its mean, because drafts
-# also give information.
-_OPTIMISM = 0.5
-# Acceptance rates are clipped to this distance from 0 and 1.
-_EDGE = 1e-3
 
 
 @struct.dataclass
@@ -90,60 +69,17 @@ class Held(NamedTuple):
     waiting: Waiting | None
 
 
-class Choice(NamedTuple):
-    """The choice of a round.
-
-    Attributes:
-      candidate: int32[B], the candidate whose draft each row verifies; −1 for a plain step.
-      length: int32[B], the number of draft tokens, for a tree the depth; 0 for a plain step.
-      cost: float32[B], the time of the round, in plain steps.
-    """
-
-    candidate: jax.Array
-    length: jax.Array
-    cost: jax.Array
-
-
-@struct.dataclass
-class Found:
-    """The drafts of a lookup.
-
-    Attributes:
-      tokens: int32[B, K].
-      count: int32[B].
-      promised: float32[B], the expected number of accepted tokens, if the match is not a coincidence.
-    """
-
-    tokens: jax.Array
-    count: jax.Array
-    promised: jax.Array
-
-
 class ChoosingState(NamedTuple):
-    """The state of `Choosing`, for C candidates.
+    """The state of `Choosing`.
 
     Attributes:
       own: the states of the candidates.
-      right, wrong: float32[B, C, 2], decayed counts. Of a lookup: rounds by whether its first token was right, and in
-        those where it was, further right tokens and rounds with fewer than expected. Of a model: accepted tokens, and
-        rounds with a rejection; the last column is unused.
-      seen: int32[B, C, K, 2], accepted and rejected draft tokens of the text by position; the second position of a
-        lookup counts all further ones.
-      used: int32[B, C], the rounds of the text in which a draft of the candidate was verified.
-      credit: float32[B], the time that drafts may still lose against plain decoding, in plain steps.
-      choice: that of the last round.
-      found: the drafts of each lookup in the last round.
+      rule: the state of the choice.
       waiting: hidden states that are not absorbed; None if no candidate reads any.
     """
 
     own: tuple[State, ...]
-    right: jax.Array
-    wrong: jax.Array
-    seen: jax.Array
-    used: jax.Array
-    credit: jax.Array
-    choice: Choice
-    found: tuple[Found, ...]
+    rule: ChoiceState
     waiting: Waiting | None
 
 
@@ -151,32 +87,11 @@ class ChoosingState(NamedTuple):
 class Choosing(Drafter):
     """Uses in each round the draft with the most expected tokens for its time, or none.
 
-    Candidates that copy text (`LookupDrafter`) draft in every round. Of the others, the *models*, at most one drafts in
-    a round. A round is an option: a model or none, the length of its draft, and the width of verification. With an
-    option, each row takes the draft with the most expected accepted tokens that fits the width: that of the model, or
-    of a lookup. The option is chosen that maximises
-
-        (1 + mean expected accepted tokens of the rows) ÷ time of the round
-
-    The expected accepted tokens of a draft of n tokens are
-
-        of a lookup:  b + b·r + … + b·rⁿ⁻¹
-        of a model:   a₁ + a₁a₂ + … + a₁⋯aₙ
-
-    b is the acceptance rate in this row of the lookup's first tokens, and r that of its further tokens. They are
-    separate because many matches are coincidences, but few of those whose first token was right. They are known from
-    all rounds, because the text shows whether a draft that was not verified was right. The aᵢ are the expected
-    acceptance, `Prices.accept`, raised to the power that fits the row's drafts of this model. Counts decay, so that a
-    model that was given up is tried again.
-
-    **Bounded loss.** An option is possible only if the row could afford that none of its draft tokens is accepted: a
-    text never takes longer than plain decoding by more than `FIRST` steps and `SHARE` of its tokens, at these prices.
+    `choice_rule.ChoiceRule` chooses. Candidates that copy text (`LookupDrafter`) draft in every round; of the others,
+    the *models*, at most one does. If a model drafts trees, chains are trees without branches.
 
     **Losslessness.** The choice depends on committed tokens, on earlier rounds and on the drafts of lookups, which
     follow from the text; never on a model's draft of this round. So the text keeps its distribution.
-
-    If a model drafts trees of N nodes and depth D, a draft has only the length D, and aₙ is the rate of trees with an
-    accepted node of depth n among those with one of depth n − 1. Chains are then trees without branches.
 
     Drafters with auxiliary layers absorb hidden states only before they draft, or when no more can wait.
 
@@ -198,14 +113,9 @@ class Choosing(Drafter):
     joint: bool = struct.field(pytree_node=False, default=True)
 
     @property
-    def lookups(self) -> tuple[int, ...]:
-        """The indices of the candidates that copy text."""
-        return tuple(at for at, one in enumerate(self.candidates) if isinstance(one, LookupDrafter))
-
-    @property
-    def models(self) -> tuple[int, ...]:
-        """The indices of the other candidates."""
-        return tuple(at for at in range(len(self.candidates)) if at not in self.lookups)
+    def rule(self) -> ChoiceRule:
+        """The choice among the candidates."""
+        return ChoiceRule(self.candidates, self.prices, self.memory, self.verify_widths, self.joint)
 
     @property
     def num_draft_tokens(self) -> int:  # type: ignore[override]
@@ -268,11 +178,9 @@ class Choosing(Drafter):
 
     def specialised(self, plan: LayerPlan) -> Choosing:
         """Returns the same drafter with a static mask of that candidate."""
-        at = self._masked
-        special = self.candidates[at].specialised(plan)
-        return dataclasses.replace(
-            self, candidates=(*self.candidates[:at], special, *self.candidates[at + 1 :])
-        )
+        candidates = list(self.candidates)
+        candidates[self._masked] = candidates[self._masked].specialised(plan)
+        return dataclasses.replace(self, candidates=tuple(candidates))
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> State:
         """Returns the results of the candidates' `begin`; None if all are None."""
@@ -322,203 +230,66 @@ class Choosing(Drafter):
 
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChoosingState:
         """Returns the initial states of the candidates, with counts of 0."""
-        held = prefill.absorbed
-        if held is None:
-            held = Held((None,) * len(self.candidates), None)
+        held = prefill.absorbed or Held((None,) * len(self.candidates), None)
         own = tuple(
             one.init(weights, view, dataclasses.replace(prefill, absorbed=its))
             for (one, weights), its in zip(self._each(params), held.own, strict=True)
         )
-        return self.begun(len(view.length))._replace(own=own, waiting=held.waiting)
-
-    def begun(self, batch: int) -> ChoosingState:
-        """Returns the state of new texts, without the states of the candidates."""
-        most = self.num_draft_tokens
-        counts = jnp.zeros((batch, len(self.candidates), 2), jnp.float32)
-        none, zero = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.float32)
-        nothing = Found(jnp.zeros((batch, most), jnp.int32), none, zero)
-        return ChoosingState(
-            own=(),
-            right=counts,
-            wrong=counts,
-            seen=jnp.zeros((batch, len(self.candidates), most, 2), jnp.int32),
-            used=jnp.zeros((batch, len(self.candidates)), jnp.int32),
-            credit=zero + FIRST,
-            choice=Choice(none - 1, none, zero),
-            found=(nothing,) * len(self.lookups),
-            waiting=None,
-        )
-
-    def choose(
-        self, state: ChoosingState, found: tuple[Found, ...], length: jax.Array, budget: jax.Array
-    ) -> Choice:
-        """Chooses the option of a round, and each row's draft.
-
-        Args:
-          state: the state before the round.
-          found: the drafts of each lookup.
-          length: int32[B], the tokens of each row.
-          budget: int32[B], the budget of draft tokens; 0 for a row that has ended.
-        """
-        live = budget > 0
-        rows = jnp.maximum(jnp.sum(live), 1)
-        tokens = jnp.sum(jnp.where(live, length, 0)) / rows
-        verify, draft = self.prices.of(rows if self.joint else jnp.int32(1), tokens)
-        model, depth, width = self._options()
-        cost = verify[width] + jnp.where(model < 0, 0.0, draft[model, depth])
-
-        # Expected accepted tokens of the best lookup for each width, and of the model of each option.
-        drafts = np.array(self.verify_widths) - 1
-        copied = [
-            self._copied(state, at, one, drafts, budget) for at, one in zip(self.lookups, found, strict=True)
-        ]
-        copies = jnp.stack(copied or [jnp.zeros((len(budget), len(drafts)))])
-        best = jnp.max(copies, axis=0)[:, width]
-        modelled = [jnp.zeros((len(budget), int(np.sum(model < 0))))]
-        for at in self.models:
-            lengths = jnp.minimum(depth[model == at], budget[:, None])
-            modelled.append(jnp.take_along_axis(self._modelled(state, at), lengths, axis=1))
-        drafted = jnp.concatenate(modelled, axis=1)
-
-        gain, credit = jnp.maximum(best, drafted), state.credit[:, None]
-        if self.joint:
-            gain, credit = (
-                jnp.sum(jnp.where(live[:, None], of, 0.0), axis=0, keepdims=True) / rows
-                for of in (gain, credit)
-            )
-        possible = (cost - 1 <= credit) | (jnp.arange(len(model)) == 0)
-        # Among equal rates the first option: plain decoding, then the narrowest.
-        option = jnp.argmax(jnp.where(possible, (1 + gain) / cost, 0.0), axis=1)
-        option = jnp.broadcast_to(option, budget.shape)
-
-        def of_option(values: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(values, option[:, None], axis=1)[:, 0]
-
-        expected, from_model = of_option(best), of_option(drafted)
-        takes_model, takes_lookup = from_model > expected, (expected >= from_model) & (expected > 0)
-        lookup = jnp.argmax(copies[:, jnp.arange(len(budget)), jnp.asarray(width)[option]], axis=0)
-        candidate = jnp.where(takes_model, jnp.asarray(model)[option], -1)
-        lengths = jnp.where(takes_model, jnp.minimum(jnp.asarray(depth)[option], budget), 0)
-        for number, (at, one) in enumerate(zip(self.lookups, found, strict=True)):
-            mine = takes_lookup & (lookup == number)
-            fits = jnp.minimum(
-                jnp.asarray(drafts)[jnp.asarray(width)[option]], jnp.minimum(one.count, budget)
-            )
-            candidate, lengths = jnp.where(mine, at, candidate), jnp.where(mine, fits, lengths)
-        return Choice(candidate.astype(jnp.int32), lengths.astype(jnp.int32), cost[option])
-
-    def _options(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the model of each option (−1 for none), the length of its draft, and the number of the width.
-
-        The options without a model come first, the narrowest before the others; then those of the models, in order.
-        """
-        widths = self.verify_widths
-        options = [(-1, 0, width) for width in range(len(widths))]
-        for at in self.models:
-            one = self.candidates[at]
-            most = one.num_draft_tokens
-            for depth in (most,) if one.drafts_trees else range(1, most + 1):
-                # The first width above the number of nodes, or a wider one for the lookups of other rows.
-                first = bisect.bisect(widths, one.num_nodes if one.drafts_trees else depth)
-                options += [(at, depth, width) for width in range(first, len(widths))][
-                    : None if self.joint else 1
-                ]
-        model, depths, places = np.array(options).T
-        return model, depths, places
-
-    def _copied(
-        self, state: ChoosingState, at: int, found: Found, lengths: np.ndarray, budget: jax.Array
-    ) -> jax.Array:
-        """Returns the expected accepted tokens of a lookup's drafts, cut to each of `lengths`, float32[B, W]."""
-        right, wrong, prior = state.right[:, at], state.wrong[:, at], self.prices.accept[at]
-        first, further = prior[0], prior[min(1, len(prior) - 1)]
-        begins = (_BEGAN * first + right[:, :1]) / (_BEGAN + right[:, :1] + wrong[:, :1])
-        goes_on = (_WENT_ON * further + right[:, 1:]) / (_WENT_ON + right[:, 1:] + wrong[:, 1:])
-        goes_on = jnp.clip(goes_on, _EDGE, 1 - _EDGE)
-        count = jnp.minimum(found.count, budget)[:, None]
-        # The exponent counts the lookup's expected tokens, not its draft tokens.
-        share = (found.promised / jnp.maximum(found.count, 1))[:, None]
-        return begins * (1 - goes_on ** (jnp.minimum(lengths, count) * share)) / (1 - goes_on)
-
-    def _modelled(self, state: ChoosingState, at: int) -> jax.Array:
-        """Returns the expected accepted tokens of a model's drafts of 0 … K tokens, float32[B, K + 1]."""
-        accept = self.prices.accept[at, : self.candidates[at].num_draft_tokens]
-        expected = jnp.cumprod(jnp.clip(accept, _EDGE, 1 - _EDGE))
-        # The posterior of the acceptance rate, which starts at the expectation of one round.
-        right, wrong = jnp.sum(expected), 1 - expected[-1]
-        accepted, rejected = state.right[:, at, :1], state.wrong[:, at, :1]
-        total = right + wrong + accepted + rejected
-        rate = (right + accepted) / total
-        rate = jnp.minimum(rate + _OPTIMISM * jnp.sqrt(rate * (1 - rate) / (total + 1)), 1 - _EDGE)
-        # One power for all positions fits the profile to the estimated rate.
-        power = jnp.log(rate) / jnp.log(right / (right + wrong))
-        return jnp.pad(jnp.cumsum(expected**power, axis=1), ((0, 0), (1, 0)))
+        return ChoosingState(own, self.rule.init(len(view.length)), held.waiting)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: ChoosingState, view: View, distribution: Distribution
     ) -> tuple[Proposal, ChoosingState, KVCache]:
         """Proposes each row's draft; a model runs only if some row takes its draft."""
-        each = jax.vmap(lambda key: jax.random.split(key, len(self.candidates)))(keys)
-        found = tuple(self._found(at, each[:, at], view) for at in self.lookups)
+        each = jax.vmap(lambda key: jax.random.split(key, len(self.candidates)), out_axes=1)(keys)
+        rule, found = self.rule, []
+        for at in rule.lookups:
+            lookup: Any = self.candidates[at]
+            copied, promised = lookup.look_up(each[at], view)
+            found.append(Found(widened(copied.tokens, self.num_draft_tokens), copied.count, promised))
         # The choice comes before a model drafts, so it cannot depend on the tokens drawn.
-        choice = self.choose(state, found, view.length, view.budget)
+        choice = rule.choose(state.rule, tuple(found), view.length, view.budget)
+        chosen = state.rule._replace(choice=choice, found=tuple(found))
         own, waiting = list(state.own), state.waiting
-        runs = {at: jnp.any((choice.candidate == at) & (choice.length > 0)) for at in self.models}
+        runs = {at: jnp.any((choice.candidate == at) & (choice.length > 0)) for at in rule.models}
         if waiting is not None:
-            aux = [runs[at] for at in self.models if self.candidates[at].aux_layers]
+            aux = [runs[at] for at in rule.models if self.candidates[at].aux_layers]
             full = jnp.any(waiting.count + self.num_draft_tokens + 1 > self._num_waiting)
             absorb = jnp.any(jnp.stack([full, *aux]))
             own, waiting = self._absorbed_waiting(absorb, params, state.own, waiting, view.start)
+
+        def drafted(at: int, its: State, view: View) -> tuple[Proposal, State, KVCache]:
+            weights = Weights(params.target, params.drafter[at])
+            return self.candidates[at].propose(each[at], weights, its, view, distribution)
 
         def draft(carry: tuple[Proposal, State, KVCache], at: int) -> tuple[Proposal, State, KVCache]:
             joined, its, cache = carry
             # The chosen length is the budget of the rows that use this model; the others do not draft.
             mine = choice.candidate == at
             rest = dataclasses.replace(view, cache=cache, budget=jnp.where(mine, choice.length, 0))
-            weights = Weights(params.target, params.drafter[at])
-            drafted, its, cache = self.candidates[at].propose(each[:, at], weights, its, rest, distribution)
-            return self._with(joined, drafted, mine, choice.length), its, cache
+            proposal, its, cache = drafted(at, its, rest)
+            return _with(joined, proposal, mine, choice.length), its, cache
 
-        shapes = {at: self._shape(at, each, params, own[at], view, distribution) for at in self.models}
-        joined, cache = self._copies(choice, found, shapes, params), view.cache
-        for at in self.models:
+        shapes = {at: jax.eval_shape(functools.partial(drafted, at), own[at], view)[0] for at in rule.models}
+        joined, cache = self._copies(chosen, shapes, params), view.cache
+        for at in rule.models:
             carry = joined, own[at], cache
             joined, own[at], cache = once(runs[at], functools.partial(draft, at=at), carry)
         view = dataclasses.replace(view, cache=cache)
         proposal, cache = self._completed(joined, choice, runs, shapes, params, view)
-        state = state._replace(own=tuple(own), choice=choice, found=found, waiting=waiting)
-        return proposal, state, cache
+        return proposal, ChoosingState(tuple(own), chosen, waiting), cache
 
     def _each(self, params: Weights) -> list[tuple[Drafter, Weights]]:
         """Returns each candidate with the target's parameters and its own."""
         own = params.drafter
         return [(one, Weights(params.target, its)) for one, its in zip(self.candidates, own, strict=True)]
 
-    def _found(self, at: int, keys: jax.Array, view: View) -> Found:
-        """Returns the drafts of a lookup."""
-        lookup: Any = self.candidates[at]
-        proposal, promised = lookup.look_up(keys, view)
-        return Found(widened(proposal.tokens, self.num_draft_tokens), proposal.count, promised)
-
-    def _shape(
-        self, at: int, keys: jax.Array, params: Weights, own: State, view: View, distribution: Distribution
-    ) -> Proposal:
-        """Returns the shapes of a model's proposal."""
-        weights = Weights(params.target, params.drafter[at])
-
-        def propose(own: State, view: View) -> Proposal:
-            return self.candidates[at].propose(keys[:, at], weights, own, view, distribution)[0]
-
-        shape: Proposal = jax.eval_shape(propose, own, view)
-        return shape
-
-    def _copies(
-        self, choice: Choice, found: tuple[Found, ...], shapes: dict[int, Proposal], params: Weights
-    ) -> Proposal:
+    def _copies(self, chosen: ChoiceState, shapes: dict[int, Proposal], params: Weights) -> Proposal:
         """Returns the proposal of the rows that use a lookup, with space for the drafts of all models."""
-        batch, full = len(choice.length), self.num_nodes
+        choice, full = chosen.choice, self.num_nodes
+        batch = len(choice.length)
         tokens, count = jnp.zeros((batch, full), jnp.int32), jnp.zeros(batch, jnp.int32)
-        for at, one in zip(self.lookups, found, strict=True):
+        for at, one in zip(self.rule.lookups, chosen.found, strict=True):
             mine = choice.candidate == at
             tokens = jnp.where(mine[:, None], widened(one.tokens, full), tokens)
             count = jnp.where(mine, choice.length, count)
@@ -538,29 +309,6 @@ class Choosing(Drafter):
             siblings = [_most_siblings(one) for one in shapes.values()]
             most = max(siblings) if all(siblings) else 0
         return Proposal(tokens, count, log_probs, streams, layer, parents, most)
-
-    def _with(self, joined: Proposal, drafted: Proposal, mine: jax.Array, length: jax.Array) -> Proposal:
-        """Returns `joined` with a model's drafts in the rows `mine`, bool[B]; chains are cut to `length`."""
-        full, parents, log_probs = self.num_nodes, joined.parents, joined.log_probs
-        exits, count = joined.exit_hidden, jnp.minimum(drafted.count, length)
-        if parents is not None:
-            own = jnp.arange(-1, full - 1)[None]
-            if drafted.parents is not None:
-                own, count = widened(as_array(drafted.parents), full), drafted.count
-            parents = jnp.where(mine[:, None], own, as_array(parents))
-        if log_probs is not None and drafted.log_probs is not None:
-            log_probs = jnp.where(mine[:, None, None], widened(drafted.log_probs, full), log_probs)
-        if exits is not None and drafted.exit_hidden is not None:
-            # Also of the other rows, whose pending tokens the draft has run.
-            exits = widened(drafted.exit_hidden, full + 1)
-        return dataclasses.replace(
-            joined,
-            tokens=jnp.where(mine[:, None], widened(drafted.tokens, full), joined.tokens),
-            count=jnp.where(mine, count, joined.count),
-            parents=parents,
-            log_probs=log_probs,
-            exit_hidden=exits,
-        )
 
     def _completed(
         self,
@@ -639,7 +387,7 @@ class Choosing(Drafter):
         """Counts right and wrong drafts, and passes each candidate the outcome of its own rounds."""
         own = []
         for at, (one, weights) in enumerate(self._each(params)):
-            mine = state.choice.candidate == at
+            mine = state.rule.choice.candidate == at
             top = outcome.top_tokens
             its = dataclasses.replace(
                 outcome,
@@ -651,51 +399,31 @@ class Choosing(Drafter):
             )
             own.append(one.observe(weights, state.own[at], its))
         waiting = None if state.waiting is None else state.waiting.followed_by(outcome)
-        return self.counted(state, outcome)._replace(own=tuple(own), waiting=waiting)
+        return ChoosingState(tuple(own), self.rule.observe(state.rule, outcome), waiting)
 
-    def counted(self, state: ChoosingState, outcome: Outcome) -> ChoosingState:
-        """Returns the state with the counts and the credit after a round, the data of the next choice."""
-        right, wrong, seen = self._evidence(state, outcome)
-        mine = state.choice.candidate[:, None] == jnp.arange(len(self.candidates))
-        gain = (1 + SHARE) * outcome.count - state.choice.cost
-        return state._replace(
-            right=self.memory * state.right + right,
-            wrong=self.memory * state.wrong + wrong,
-            seen=state.seen + seen,
-            used=state.used + (mine & (outcome.drafted > 0)[:, None]),
-            credit=state.credit + jnp.where(outcome.count > 0, gain, 0.0),
-        )
 
-    def _evidence(self, state: ChoosingState, outcome: Outcome) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns what a round adds to `right`, `wrong` and `seen`."""
-        place = jnp.arange(self.num_draft_tokens)[None]
-        right, wrong, seen = [], [], []
-        for at, one in enumerate(self.candidates):
-            if at in self.lookups:
-                found = state.found[self.lookups.index(at)]
-                # The committed tokens decide on a draft, whether it was verified or not.
-                decided = jnp.minimum(found.count, outcome.count)[:, None]
-                same = (found.tokens == outcome.tokens[:, : place.shape[1]]) & (place < decided)
-                good = jnp.sum(jnp.cumprod(same, axis=1), axis=1, keepdims=True)
-                began, failed = good > 0, good < decided
-                # A wrong further token counts only up to the expected length.
-                short = jnp.where(began & failed, jnp.clip(found.promised[:, None] - good, 0, 1), 0)
-                further = jnp.maximum(good - 1, 0)
-                right.append(jnp.concatenate([began, further], axis=1))
-                wrong.append(jnp.concatenate([failed & ~began, short], axis=1))
-                yes = jnp.where(place == 0, began, jnp.where(place == 1, further, 0))
-                no = failed & (place == jnp.minimum(good, 1))
-            else:
-                mine = (state.choice.candidate == at)[:, None]
-                # In a tree, at most one node of each depth can be accepted.
-                longest = jnp.minimum(outcome.drafted, one.num_draft_tokens)[:, None]
-                good = outcome.accepted[:, None]
-                failed = mine & (good < longest)
-                right.append(jnp.concatenate([mine * good, jnp.zeros_like(good)], axis=1))
-                wrong.append(jnp.concatenate([failed, jnp.zeros_like(failed)], axis=1))
-                yes, no = mine & (place < good), failed & (place == good)
-            seen.append(jnp.stack([yes, no], axis=-1).astype(jnp.int32))
-        return jnp.stack(right, axis=1), jnp.stack(wrong, axis=1), jnp.stack(seen, axis=1)
+def _with(joined: Proposal, drafted: Proposal, mine: jax.Array, length: jax.Array) -> Proposal:
+    """Returns `joined` with a model's drafts in the rows `mine`, bool[B]; chains are cut to `length`."""
+    full, parents, log_probs = joined.tokens.shape[1], joined.parents, joined.log_probs
+    exits, count = joined.exit_hidden, jnp.minimum(drafted.count, length)
+    if parents is not None:
+        own = jnp.arange(-1, full - 1)[None]
+        if drafted.parents is not None:
+            own, count = widened(as_array(drafted.parents), full), drafted.count
+        parents = jnp.where(mine[:, None], own, as_array(parents))
+    if log_probs is not None and drafted.log_probs is not None:
+        log_probs = jnp.where(mine[:, None, None], widened(drafted.log_probs, full), log_probs)
+    if exits is not None and drafted.exit_hidden is not None:
+        # Also of the other rows, whose pending tokens the draft has run.
+        exits = widened(drafted.exit_hidden, full + 1)
+    return dataclasses.replace(
+        joined,
+        tokens=jnp.where(mine[:, None], widened(drafted.tokens, full), joined.tokens),
+        count=jnp.where(mine, count, joined.count),
+        parents=parents,
+        log_probs=log_probs,
+        exit_hidden=exits,
+    )
 
 
 def _most_siblings(proposal: Proposal) -> int:

@@ -88,7 +88,7 @@ class Chosen(Always):
     def __init__(self, loop: Loop, auto: Auto, explain: bool) -> None:
         super().__init__(loop, auto.drafter)
         self._auto, self._explain = auto, explain
-        # Of each row: accepted and rejected tokens and rounds of each candidate, see `ChoosingState`.
+        # Of each row: accepted and rejected tokens and rounds of each candidate, see `ChoiceState`.
         self._seen: np.ndarray | None = None
         self._used: np.ndarray | None = None
         self._after: Any = None
@@ -134,7 +134,7 @@ class Chosen(Always):
 
     def learn(self) -> None:
         # The state is donated to the next call.
-        seen, used = fetched((self._after.seen, self._after.used))
+        seen, used = fetched((self._after.rule.seen, self._after.rule.used))
         self._seen, self._used, self._after = np.array(seen), np.array(used), None
 
     def end(self) -> None:
@@ -238,7 +238,7 @@ def expectations(drafter: Choosing, names: Sequence[str]) -> tuple[Expected, ...
     widths, found = np.array(drafter.verify_widths), []
     for at, (name, one) in enumerate(zip(names, drafter.candidates, strict=True)):
         accept, most = np.asarray(prices.accept[at]), one.num_draft_tokens
-        if at in drafter.lookups:
+        if at in drafter.rule.lookups:
             accept = np.concatenate([accept[:1], np.full(most - 1, accept[min(1, len(accept) - 1)])])
         tokens = 1 + np.cumsum(np.cumprod(accept[:most]))
         lengths = np.arange(1, most + 1)

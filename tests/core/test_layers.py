@@ -33,7 +33,8 @@ LAYERS = (
     "jaxspec.decoding.rows",
     "jaxspec.decoding.prefilling jaxspec.decoding.rounds jaxspec.decoding.scoring",
     "jaxspec.drafting.chain_drafter jaxspec.drafting.lookup jaxspec.drafting.tree_drafter jaxspec.decoding",
-    "jaxspec.drafting.aux_drafter jaxspec.drafting.exit_drafter jaxspec.drafting.masked_drafter",
+    "jaxspec.drafting.aux_drafter jaxspec.drafting.exit_drafter jaxspec.drafting.masked_drafter "
+    "jaxspec.drafting.choice_rule",
     "jaxspec.drafting jaxspec.heads.*.drafter",
     "jaxspec.host",
     "jaxspec.io",
@@ -284,6 +285,8 @@ def test_siblings_share_only_what_is_made_for_it():
     assert len(drafters) > 3
     for name in drafters:
         siblings = {other for other in imports(MODULES[name]) if any(within(other, one) for one in places)}
-        names = ("chain_drafter", "lookup", "tree_drafter", "aux_drafter", "exit_drafter", "masked_drafter")
+        names = (
+            ["chain_drafter", "lookup", "tree_drafter", "aux_drafter", "exit_drafter", "masked_drafter", "choice_rule"]
+        )
         shared = {f"jaxspec.drafting.{one}" for one in names}
         assert siblings <= shared, name

@@ -17,9 +17,10 @@ from jaxspec.choosing.costs import DraftCost, StepCosts
 from jaxspec.choosing.prices import measured_prices, simple_prices
 from jaxspec.cli.methods import parse_run
 from jaxspec.decoding import Parts
-from jaxspec.drafting import choosing_drafter
+from jaxspec.drafting import choice_rule
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
-from jaxspec.drafting.choosing_drafter import Choosing, ChoosingState, Found
+from jaxspec.drafting.choice_rule import Choice, ChoiceState, Found
+from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.drafting.lookup import LookupDrafter, joined
@@ -83,7 +84,7 @@ def loop(drafter, target=None, own=None, config=tiny.TARGET) -> tiny.Loop:
 
 def generous(monkeypatch) -> None:
     """Allows any loss."""
-    monkeypatch.setattr(choosing_drafter, "FIRST", 1e6)
+    monkeypatch.setattr(choice_rule, "FIRST", 1e6)
 
 
 def ended(made: tiny.Loop):
@@ -109,15 +110,13 @@ COUNTS = {
 }
 
 
-def state_of(num_candidates: int, rows: int = 1, credit: float = 1e6, **seen: float) -> ChoosingState:
+def state_of(num_candidates: int, rows: int = 1, credit: float = 1e6, **seen: float) -> ChoiceState:
     """Returns a state in the middle of a text, with these counts of candidates 0 and 1 in every row."""
     counts = {name: np.zeros((rows, num_candidates, 2), np.float32) for name in ("right", "wrong")}
     for name, number in seen.items():
         array, candidate, column = COUNTS[name]
         counts[array][:, candidate, column] = number
-    return ChoosingState(
-        (), **counts, seen=None, used=None, credit=jnp.full(rows, credit), choice=None, found=(), waiting=None
-    )
+    return ChoiceState(**counts, seen=None, used=None, credit=jnp.full(rows, credit), choice=None, found=())
 
 
 def found_of(*counts: int) -> Found:
@@ -135,7 +134,7 @@ def chosen(found, seen, cost, *, budget=9, row_cost=0.0, accept=0.75, credit=1e6
     made = hybrid(tiny.suffix().replace(num_draft_tokens=9), DraftModel(tiny.TARGET, num_draft_tokens=3))
     drafter = Widths(*(getattr(made, field.name) for field in dataclasses.fields(made)))
     prices = simple_prices(drafter.verify_widths, 9, (0.0, cost), row_cost, ((0.5, 0.75), accept))
-    choice = drafter.replace(prices=prices).choose(
+    choice = drafter.replace(prices=prices).rule.choose(
         state_of(2, credit=credit, **seen), (found_of(found),), jnp.array([20]), jnp.array([budget])
     )
     return choice.candidate.item() != 1, choice.length.item()
@@ -237,7 +236,7 @@ def choice_of(drafter, rows, seen=(), credit=1e6, lengths=20, budget=9):
         for candidate, (right, wrong) in counts.items():
             state.right[row, candidate, 0], state.wrong[row, candidate, 0] = right, wrong
     length = jnp.full(len(rows), lengths)
-    choice = drafter.choose(state, (found_of(*rows),), length, jnp.broadcast_to(budget, length.shape))
+    choice = drafter.rule.choose(state, (found_of(*rows),), length, jnp.broadcast_to(budget, length.shape))
     return choice.candidate.tolist(), choice.length.tolist(), choice.cost
 
 
@@ -296,10 +295,12 @@ def test_matches_are_judged_by_the_text_whether_or_not_they_were_verified():
     state = state_of(3, 4)
     found = Found(jnp.tile(jnp.arange(9), (4, 1)), jnp.array([9, 9, 2, 0]), jnp.array([9.0, 0.5, 2.0, 0.0]))
     nothing = jnp.full(4, -1)
-    state = state._replace(found=(found,), choice=choosing_drafter.Choice(nothing, 0 * nothing, jnp.ones(4)))
+    state = state._replace(found=(found,), choice=Choice(nothing, 0 * nothing, jnp.ones(4)))
     tokens = jnp.array([[0, 1, 2, 7], [7, 8, 9, 9], [0, 1, 2, 3], [0, 1, 2, 3]])
     tokens, count = jnp.pad(tokens, ((0, 0), (0, 6))), jnp.array([3, 4, 4, 4])
-    right, wrong, seen = made._evidence(state, Outcome(tokens, count, jnp.zeros(4, int), jnp.zeros(4, int)))
+    right, wrong, seen = made.rule._evidence(
+        state, Outcome(tokens, count, jnp.zeros(4, int), jnp.zeros(4, int))
+    )
     assert right[:, 0].tolist() == [[1, 2], [0, 0], [1, 1], [0, 0]]
     assert wrong[:, 0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
     assert seen[:, 0, :2].tolist() == [[[1, 0], [2, 0]], [[0, 1], [0, 0]], [[1, 0], [1, 0]], [[0, 0], [0, 0]]]
@@ -316,11 +317,11 @@ def test_a_text_of_wrong_drafts_loses_no_more_than_is_allowed():
         before = state
         state, _ = made.go_on(state, 1)
         gained = np.asarray(state.length - before.length)
-        took += np.where(gained > 0, state.drafter_state.choice.cost, 0)
+        took += np.where(gained > 0, state.drafter_state.rule.choice.cost, 0)
         plain += gained
-        allowed = choosing_drafter.FIRST + choosing_drafter.SHARE * plain
+        allowed = choice_rule.FIRST + choice_rule.SHARE * plain
         assert (took - plain <= allowed + 1e-4).all()
-        np.testing.assert_allclose(state.drafter_state.credit, allowed - (took - plain), atol=1e-4)
+        np.testing.assert_allclose(state.drafter_state.rule.credit, allowed - (took - plain), atol=1e-4)
     assert (state.stats.num_drafts > 0).all()
     assert (state.stats.num_accepted_tokens < state.stats.num_drafts).all()
 
@@ -413,7 +414,7 @@ class Branches(Counting):
 def test_a_tree_costs_all_its_levels_and_nodes(cost, row, budget, expected):
     drafter = hybrid(tiny.suffix(), Branches(3), cost=cost)
     prices = simple_prices((1, 4, 9), 3, (0.0, cost), row, ((0.5, 0.75), 0.75))
-    choice = drafter.replace(prices=prices).choose(
+    choice = drafter.replace(prices=prices).rule.choose(
         state_of(2), (found_of(0),), jnp.array([20]), jnp.array([budget])
     )
     assert (choice.candidate.item() != 1, choice.length.item()) == expected
@@ -459,11 +460,11 @@ def test_rows_of_a_batch_take_copies_and_trees(kind, monkeypatch):
     assert tiny.generated(state, PROMPTS) == tiny.generated(plain, PROMPTS)
     for before, after in rounds:
         budget = np.asarray(before.limit - before.length - 1)
-        took_first = np.asarray(after.drafter_state.choice.candidate) == 0
+        took_first = np.asarray(after.drafter_state.rule.choice.candidate) == 0
         accepted = np.asarray(after.stats.num_accepted_tokens - before.stats.num_accepted_tokens)
         drafts = budget > 3
         assert (accepted == np.where(took_first, 4, 3))[drafts].all()
-        assert not np.asarray(after.drafter_state.wrong)[drafts, 1].any()
+        assert not np.asarray(after.drafter_state.rule.wrong)[drafts, 1].any()
         seen += [drafts & took_first, drafts & ~took_first]
         both += len(set(took_first[drafts])) == 2
     assert seen.min() >= 2
@@ -500,9 +501,8 @@ def test_the_choice_is_the_same_whatever_is_drawn(seen, first):
     made = drawn(Sampling(jnp.full(2, 4.0)))
     state, _ = made.begin(((1, 3), (2,)), 9)
     counts = state_of(2, 2, **seen)
-    drafter_state = state.drafter_state._replace(
-        right=jnp.asarray(counts.right), wrong=jnp.asarray(counts.wrong)
-    )
+    rule = state.drafter_state.rule._replace(right=jnp.asarray(counts.right), wrong=jnp.asarray(counts.wrong))
+    drafter_state = state.drafter_state._replace(rule=rule)
     keys = jax.random.split(jax.random.key(1), (200, 2))
 
     @jax.jit
@@ -511,7 +511,7 @@ def test_the_choice_is_the_same_whatever_is_drawn(seen, first):
         proposal, after, _ = made.parts.drafter.propose(
             keys, made.weights, drafter_state, tiny.view(state), made.parts.distribution
         )
-        return after.choice, proposal.count, proposal.tokens
+        return after.rule.choice, proposal.count, proposal.tokens
 
     choice, count, tokens = jax.tree.map(np.asarray, propose(keys))
     for found in (*choice, count):
@@ -536,7 +536,7 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name, monkeypatch):
     while not state.done.all():
         before = state.stats
         state, _ = made.go_on(state, 1)
-        took_first = np.asarray(state.drafter_state.choice.candidate) == 0
+        took_first = np.asarray(state.drafter_state.rule.choice.candidate) == 0
         drafted = np.asarray(state.stats.num_draft_tokens - before.num_draft_tokens)
         accepted = np.asarray(state.stats.num_accepted_tokens - before.num_accepted_tokens)
         live = drafted > 0
