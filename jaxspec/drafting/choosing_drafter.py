@@ -505,12 +505,11 @@ class Choosing(Drafter):
     ) -> Proposal:
         """Returns the shapes of a model's proposal."""
         weights = Weights(params.target, params.drafter[at])
-
-        def propose(own: State, view: View) -> Proposal:
-            return self.candidates[at].propose(keys[:, at], weights, own, view, distribution)[0]
-
-        shape: Proposal = jax.eval_shape(propose, own, view)
-        return shape
+        propose = functools.partial(self.candidates[at].propose, keys[:, at], weights)
+        shape: Proposal = jax.eval_shape(propose, own, view, distribution)[0]
+        # A pending token that has run all layers saves nothing, because other rows have not run theirs.
+        whole = shape.exit_layer == self.config.num_layers
+        return dataclasses.replace(shape, exit_hidden=None) if whole else shape
 
     def _copies(
         self, choice: Choice, found: tuple[Found, ...], shapes: dict[int, Proposal], params: Weights
@@ -550,7 +549,7 @@ class Choosing(Drafter):
             parents = jnp.where(mine[:, None], own, as_array(parents))
         if log_probs is not None and drafted.log_probs is not None:
             log_probs = jnp.where(mine[:, None, None], widened(drafted.log_probs, full), log_probs)
-        if exits is not None and drafted.exit_hidden is not None:
+        if exits is not None and drafted.exit_hidden is not None and drafted.exit_layer == joined.exit_layer:
             # Also of the other rows, whose pending tokens the draft has run.
             exits = widened(drafted.exit_hidden, full + 1)
         return dataclasses.replace(
