@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -128,15 +129,14 @@ class Proposal:
         deterministic (a point mass). For a tree [B, N, V], given its ancestors and its earlier siblings.
       exit_hidden: [B, K + 1, D], the residual stream of (pending, draft 1, …, draft K) after the target's
         first `exit_layer` layers, valid up to entry count[b]; their KV is in the cache, so that verification
-        runs only the other layers. None where the draft shares no layers.
+        runs only the other layers. If these are all layers, [B, 1, D] of the pending token, and verification runs the
+        draft tokens only. None where the draft shares no layers.
       exit_layer: E, static.
       parents: None for a chain. For a tree, the parent of each node: a `Shape`, or int32[B, N] with the number of
         an earlier node, −1 for the pending token. A drawn token may determine which children it gets, never which
         siblings.
       most_siblings: the largest number of siblings in a tree whose `parents` are an array, static; 0 if unknown. Only
         `log_probs` need it.
-      pending_hidden: [B, 1, D], the residual stream of the pending token after all layers of the target, if the draft
-        has run them; its KV is in the cache, so that verification runs the draft tokens only. None otherwise.
 
     Examples:
       >>> proposal = Proposal(tokens=jnp.array([[4, 5, 0]]), count=jnp.array([2]))
@@ -151,12 +151,11 @@ class Proposal:
     exit_layer: int = struct.field(pytree_node=False, default=0)
     parents: Parents | None = None
     most_siblings: int = struct.field(pytree_node=False, default=0)
-    pending_hidden: jax.Array | None = None
 
 
 @struct.dataclass
-class Riders:
-    """Further rows of a verification, which the drafter reads afterwards and the acceptor does not see.
+class Beside:
+    """Rows that run beside a verification: the drafter reads their hidden states, the acceptor does not see them.
 
     Attributes:
       tokens: int32[B, M].
@@ -164,8 +163,8 @@ class Riders:
       params: the parameters of the pass; for the rows of the proposal they must equal the target's.
 
     Examples:
-      >>> riders = Riders(jnp.array([[5]]), Shape((-1, 0, 0)), params={})  # beside the second token of a chain
-      >>> riders.shape.num_nodes - riders.tokens.shape[1]
+      >>> beside = Beside(jnp.array([[5]]), Shape((-1, 0, 0)), params={})  # beside the second token of a chain
+      >>> beside.shape.num_nodes - beside.tokens.shape[1]
       2
     """
 
@@ -212,7 +211,7 @@ class Outcome:
         None unless the drafter has `num_top_tokens`.
       top_tokens: int32[B, K + 1, M] or [B, N + 1, M], the top M target tokens after each of `fed`,
         for a drafter whose `num_top_tokens` is M; None for others.
-      ridden: [B, M, D], the residual streams of `Riders` after all layers; None without them.
+      beside: [B, M, D], the residual streams of the rows of `Drafter.beside` after all layers; None without them.
 
     Examples:
       >>> drafted, accepted = jnp.array([3]), jnp.array([1])
@@ -229,7 +228,7 @@ class Outcome:
     start: jax.Array | None = None
     fed: jax.Array | None = None
     top_tokens: jax.Array | None = None
-    ridden: jax.Array | None = None
+    beside: jax.Array | None = None
 
 
 @struct.dataclass
@@ -378,8 +377,8 @@ class Drafter(abc.ABC):
           distribution: the distribution from which draft tokens are drawn.
         """
 
-    def riders(self, params: Weights, view: View, proposal: Proposal) -> Riders | None:
-        """Returns further rows for the verification of a chain, None for none; `reach` counts them."""
+    def beside(self, params: Weights, view: View, proposal: Proposal) -> Beside | None:
+        """Returns rows that run beside the verification of a chain, None for none; `reach` counts them."""
         return None
 
     def observe(self, params: Weights, state: State, outcome: Outcome) -> State:
@@ -479,6 +478,7 @@ class Acceptor(abc.ABC):
     signature.
 
     Class attributes:
+      accept_tree: accepts a path of a tree; None for the functions above.
       coupled: whether the acceptor draws the target's token at each position independently of the draft. Its keys are
         then those of the positions, [B, T], and drafters receive them too (`View.draws`).
 
@@ -493,6 +493,7 @@ class Acceptor(abc.ABC):
       (1, 3)
     """
 
+    accept_tree: ClassVar[Callable[..., Acceptance] | None] = None
     coupled: ClassVar[bool] = False
 
     @abc.abstractmethod

@@ -1,74 +1,38 @@
 """Verifies a proposal with one pass of the target: it accepts a prefix of a chain or a path of a tree.
 
-Every function takes and returns arrays of B rows; K = `drafter.num_draft_tokens`, the most tokens accepted.
+`verify_chain` and `verify_tree` both run the target by `run_target` and accept by `_judged`. Every function takes and
+returns arrays of B rows; K = `drafter.num_draft_tokens`, the most tokens accepted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.model import cache as kv
-from jaxspec.model import llama, tree
+from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import either, narrowest
 from jaxspec.model.numerics import sums, widened
-from jaxspec.model.tree import Tree
-from jaxspec.protocol import (
-    Acceptance,
-    Acceptor,
-    Drafter,
-    Proposal,
-    View,
-    Weights,
-)
+from jaxspec.model.tree import Tree, along
+from jaxspec.protocol import Acceptance, Acceptor, Beside, Drafter, Proposal, View, Weights
 from jaxspec.sampling import Distribution, Greedy, is_finite, seed_key
 from jaxspec.tree_acceptance import reject, walk
 
+# Takes an acceptor and the arguments of `Acceptor.accept`.
+Accept = Callable[..., Acceptance]
 
-class Verified(NamedTuple):
-    """The result of a verification.
+
+class Inputs(NamedTuple):
+    """The inputs of a verification.
 
     Attributes:
-      cache: the target's, with the accepted tokens in the slots of their positions.
-      acceptance: the accepted tokens.
-      sound: int32[B], number of leading positions with finite logits; later tokens are invalid.
-      log_probs: float32[B, K + 1] of the accepted tokens and the next one under the unmodified logits, or None.
-      aux_hidden_states: as `Outcome.aux_hidden_states`.
-      top_tokens: as `Outcome.top_tokens`.
-      ridden: as `Outcome.ridden`.
-    """
-
-    cache: KVCache
-    acceptance: Acceptance
-    sound: jax.Array
-    log_probs: jax.Array | None
-    aux_hidden_states: jax.Array | None
-    top_tokens: jax.Array | None
-    ridden: jax.Array | None = None
-
-
-def verify(
-    config: LlamaConfig,
-    params: Weights,
-    drafter: Drafter,
-    acceptor: Acceptor,
-    distribution: Distribution,
-    keys: Callable[[], jax.Array],
-    view: View,
-    proposal: Proposal,
-    widths: tuple[int, ...],
-    log_probs: bool | jax.Array | None,
-) -> Verified:
-    """Runs the target over the pending token and the drafts, in the smallest of `widths` that holds the longest draft.
-
-    Args:
       config, params, drafter, acceptor, distribution: the method, on the target.
       keys: returns [B] for a chain; [B, K + 1], a key for each position of the text, for a tree or a coupled acceptor.
       view: the rows.
@@ -76,147 +40,232 @@ def verify(
       widths: compiled numbers of rows, rising, static; the last one is the number of nodes + 1.
       log_probs: whether to report them, bool[]; None for never.
     """
-    pending, start, depth = view.pending, view.start, drafter.num_draft_tokens
-    batch, full = pending.shape[0], drafter.num_nodes + 1
-    aux_layers, num_top_tokens = drafter.aux_layers, drafter.num_top_tokens
-    whole = None if proposal.parents is None else Tree.of(proposal.parents, depth)
-    # The number of rows that the draft has run already: that of the pending token, or none.
-    done = 0 if proposal.pending_hidden is None else 1
-    assert not (done and aux_layers), "auxiliary hidden states of the pending token need its row"
-    riders = drafter.riders(params, view, proposal)
-    assert riders is None or (widths == (full,) and whole is None and not done), "riders follow a whole chain"
+
+    config: LlamaConfig
+    params: Weights
+    drafter: Drafter
+    acceptor: Acceptor
+    distribution: Distribution
+    keys: Callable[[], jax.Array]
+    view: View
+    proposal: Proposal
+    widths: tuple[int, ...]
+    log_probs: bool | jax.Array | None
+
+
+class Pass(NamedTuple):
+    """The results of a pass of the target, except its logits.
+
+    Attributes:
+      cache: the target's.
+      aux_hidden_states: [B, R, F] of the R rows, as the drafter's `aux_layers`; None without them.
+      top_tokens, beside: as in `Outcome`.
+    """
+
+    cache: KVCache
+    aux_hidden_states: jax.Array | None = None
+    top_tokens: jax.Array | None = None
+    beside: jax.Array | None = None
+
+
+class Verified(NamedTuple):
+    """The result of a verification.
+
+    Attributes:
+      ran: the pass of the target. The accepted tokens are in the cache's slots of their positions, and
+        `aux_hidden_states` are those of `Outcome`.
+      acceptance: the accepted tokens.
+      sound: int32[B], number of leading positions with finite logits; later tokens are invalid.
+      log_probs: float32[B, K + 1] of the accepted tokens and the next one under the unmodified logits, or None.
+    """
+
+    ran: Pass
+    acceptance: Acceptance
+    sound: jax.Array
+    log_probs: jax.Array | None
+
+
+def verify(inputs: Inputs) -> Verified:
+    """Verifies a chain or a tree, in the smallest of `widths` that holds the longest draft."""
+    return verify_chain(inputs) if inputs.proposal.parents is None else verify_tree(inputs)
+
+
+def verify_chain(inputs: Inputs) -> Verified:
+    """Runs the target over the pending token (row 0) and the chain, and accepts a prefix of the chain."""
+    proposal, pending = inputs.proposal, inputs.view.pending
+    beside = inputs.drafter.beside(inputs.params, inputs.view, proposal)
+    assert beside is None or len(inputs.widths) == 1, "the rows beside follow a whole chain"
 
     def run(width: int, cache: KVCache) -> Verified:
-        # Only the rows of this width are fed; the others hold no draft.
-        drawn_from = None if proposal.log_probs is None else proposal.log_probs[:, : width - 1]
-        kept = dataclasses.replace(
-            proposal,
-            tokens=proposal.tokens[:, : width - 1],
-            log_probs=drawn_from,
-            exit_hidden=None,
-            pending_hidden=None,
+        drafts = _first(proposal, width - 1)
+        logits, ran = run_target(inputs, rows_of(pending, drafts.tokens), cache, beside=beside)
+        acceptance, finite = _judged(inputs, drafts, logits, lambda acceptor, *given: acceptor.accept(*given))
+        return _verified(inputs, logits, ran, drafts, acceptance, finite, lambda rows: rows)
+
+    return _run_narrowest(inputs, run)
+
+
+def verify_tree(inputs: Inputs) -> Verified:
+    """Runs the target over the pending token (row 0, the root) and the nodes, and accepts a path from the root."""
+    proposal, pending, depth = inputs.proposal, inputs.view.pending, inputs.drafter.num_draft_tokens
+    assert proposal.parents is not None
+    tree = Tree.of(proposal.parents, depth)
+
+    def run(width: int, cache: KVCache) -> Verified:
+        drafts, branches = _first(proposal, width - 1), tree.rows(0, width)
+
+        def accept(acceptor: Acceptor, keys: jax.Array, drafts: Proposal, *given: Any) -> Acceptance:
+            # Recursive rejection needs the draft's distribution; without it, only the target's own draws are accepted.
+            accept_tree = acceptor.accept_tree or (walk if drafts.log_probs is None else reject)
+            return accept_tree(keys, drafts, branches, *given)
+
+        # The −1 of an empty node is not a token of the vocabulary.
+        tokens = jnp.maximum(rows_of(pending, drafts.tokens), 0)
+        logits, ran = run_target(inputs, tokens, cache, tree)
+        acceptance, finite = _judged(inputs, drafts, logits, accept, branches)
+        # From here on, arrays follow the accepted path instead of the nodes.
+        path = acceptance.path
+        assert path is not None
+        return _verified(inputs, logits, ran, drafts, acceptance, finite, lambda rows: along(rows, path))
+
+    verified = _run_narrowest(inputs, run)
+    ran, path, place = verified.ran, verified.acceptance.path, jnp.arange(depth + 1)
+    assert path is not None
+    # The path's keys and values move to the slots of their positions; rejected slots are overwritten later.
+    path = jnp.where(place <= verified.acceptance.count[:, None], path, place)
+    cache = kv.move(ran.cache, inputs.view.start, path, inputs.drafter.num_nodes + 1)
+    return verified._replace(ran=ran._replace(cache=cache))
+
+
+def run_target(
+    inputs: Inputs, tokens: jax.Array, cache: KVCache, tree: Tree | None = None, beside: Beside | None = None
+) -> tuple[jax.Array, Pass]:
+    """Runs the target over the first R rows of a verification, except for the layers that the draft has run.
+
+    Args:
+      inputs: of the verification.
+      tokens: int32[B, R], the pending token and R − 1 draft tokens.
+      cache: the target's.
+      tree: the whole tree of which these are the first rows; None for a chain.
+      beside: the rows that run beside a whole chain; None for none.
+
+    Returns:
+      The logits of the rows, float32[B, R, V], and the other results.
+    """
+    config, target, drafter = inputs.config, inputs.params.target, inputs.drafter
+    exits, rest = inputs.proposal.exit_hidden, range(inputs.proposal.exit_layer, config.num_layers)
+    # The number of rows that the draft has run through all layers: that of the pending token, or none.
+    done = 0 if exits is None or rest else 1
+    assert not (done and drafter.aux_layers), "auxiliary hidden states of the pending token need its row"
+    if exits is None or done:
+        hidden, rest = llama.embed(target, tokens[:, done:]), range(config.num_layers)
+    else:
+        # An early-exit draft has run the first layers on these tokens: continue from its hidden states.
+        hidden = exits[:, : tokens.shape[1]]
+    weights, start, count = target, inputs.view.start + done, hidden.shape[1]
+    rows = None if tree is None else tree.rows(done, count)
+    if beside is not None:
+        hidden = jnp.concatenate([hidden, llama.embed(target, beside.tokens)], axis=1)
+        weights, rows = beside.params, Tree.of(beside.shape, beside.shape.depth)
+    aux_hidden_states = None
+    if count:
+        hidden, aux_hidden_states, cache = llama.run_with_aux(
+            config, weights, hidden, start, cache, drafter.aux_layers, layers=rest, tree=rows
         )
-        branches = None if whole is None else whole.rows(0, width)
-        # An early-exit draft has already run the first layers on these tokens: continue from its hidden states.
-        if proposal.exit_hidden is None:
-            fed = rows_of(pending, kept.tokens)[:, done:]
-            hidden = llama.embed(params.target, fed if branches is None else jnp.maximum(fed, 0))
-        else:
-            hidden = proposal.exit_hidden[:, :width]
-        weights, fresh = params.target, None if whole is None else whole.rows(done, width - done)
-        if riders is not None:
-            hidden = jnp.concatenate([hidden, llama.embed(weights, riders.tokens)], axis=1)
-            weights, fresh = riders.params, Tree.of(riders.shape, riders.shape.depth)
-        rest = range(proposal.exit_layer, config.num_layers)
-        aux_hidden_states = None
-        if width > done:
-            hidden, aux_hidden_states, cache = llama.run_with_aux(
-                config, weights, hidden, start + done, cache, aux_layers, layers=rest, tree=fresh
-            )
-        hidden, ridden = hidden[:, : width - done], None if riders is None else hidden[:, width:]
-        if proposal.pending_hidden is not None:
-            hidden = jnp.concatenate([proposal.pending_hidden, hidden], axis=1)
-        if aux_hidden_states is not None and branches is None:
-            aux_hidden_states = widened(aux_hidden_states, full)
-        logits = llama.logits(config, params.target, hidden)
-        likely = widened(jax.lax.top_k(logits, num_top_tokens)[1], full) if num_top_tokens else None
-        with jax.named_scope("sampling"):
-            acceptance, finite = _judged(acceptor, distribution, keys, view, kept, branches, depth, logits)
-        tokens, path = kept.tokens, acceptance.path
-        if path is not None:
-            # From here on, arrays follow the accepted path instead of the nodes.
-            finite = tree.along(finite, path)
-            aux_hidden_states = None if aux_hidden_states is None else tree.along(aux_hidden_states, path)
-            tokens = accepted_tokens(view, tokens, acceptance)
-
-        def reported() -> jax.Array:
-            along = logits if path is None else tree.along(logits, path)
-            return widened(log_probs_of(along, with_next(tokens, acceptance), config.exact), depth + 1)
-
-        token_log_probs = None if log_probs is None else either(log_probs, reported, lambda: no_log_probs)
-        sound = _leading(finite)
-        return Verified(cache, acceptance, sound, token_log_probs, aux_hidden_states, likely, ridden)
-
-    def compacted(verified: Verified) -> Verified:
-        if (path := verified.acceptance.path) is None:
-            return verified
-        place = jnp.arange(depth + 1)
-        # The path's keys and values move to the slots of their positions; rejected slots are overwritten later.
-        path = jnp.where(place <= verified.acceptance.count[:, None], path, place)
-        return verified._replace(cache=kv.move(verified.cache, start, path, full))
-
-    no_log_probs = jnp.zeros((batch, depth + 1), jnp.float32)
-    if widths == (full,):
-        return compacted(run(full, view.cache))
-    needed = jnp.max(proposal.count) + 1
-    nothing = jnp.zeros(batch, jnp.int32)
-    no_path = None if whole is None else jnp.zeros((batch, depth + 1), jnp.int32)
-    no_aux_hidden_states = None
-    if aux_layers:
-        width_of_aux_layers = len(aux_layers) * config.hidden_size
-        no_aux_hidden_states = jnp.zeros(
-            (batch, depth + 1, width_of_aux_layers), params.target["embed"].dtype
-        )
-    no_likely = jnp.zeros((batch, full, num_top_tokens), jnp.int32) if num_top_tokens else None
-    nowhere = Acceptance(nothing, nothing, no_path)
-    nothing_reported = None if log_probs is None else no_log_probs
-    carry = Verified(view.cache, nowhere, nothing, nothing_reported, no_aux_hidden_states, no_likely)
-    verified = narrowest(widths, needed, lambda width, carry: run(width, carry.cache), carry, "verify")
-    return compacted(verified)
+    hidden, further = hidden[:, :count], None if beside is None else hidden[:, count:]
+    if exits is not None and done:
+        hidden = jnp.concatenate([exits, hidden], axis=1)
+    logits, top_tokens = llama.logits(config, target, hidden), None
+    if drafter.num_top_tokens:
+        top_tokens = widened(jax.lax.top_k(logits, drafter.num_top_tokens)[1], drafter.num_nodes + 1)
+    return logits, Pass(cache, aux_hidden_states, top_tokens, further)
 
 
+@jax.named_scope("sampling")
 def _judged(
-    acceptor: Acceptor,
-    distribution: Distribution,
-    keys: Callable[[], jax.Array],
-    view: View,
-    proposal: Proposal,
-    branches: Tree | None,
-    depth: int,
-    logits: jax.Array,
+    inputs: Inputs, drafts: Proposal, logits: jax.Array, accept: Accept, branches: Tree | None = None
 ) -> tuple[Acceptance, jax.Array]:
     """Returns the accepted tokens, and where the logits are finite, bool[B, R].
 
     Args:
-      acceptor, distribution, keys, view, proposal: as in `verify`.
-      branches: the R rows of the tree; None for a chain.
-      depth: K, the most tokens accepted.
+      inputs: of the verification.
+      drafts: the R − 1 draft tokens.
       logits: float32[B, R, V], the target's.
+      accept: how the tokens are accepted.
+      branches: the R rows of a tree; None for a chain.
     """
-    penalties = view.penalties
-
-    def accept(
-        acceptor: Acceptor, distribution: Distribution, keys: jax.Array, proposal: Proposal, logits: jax.Array
-    ) -> Acceptance:
-        if branches is None:
-            return acceptor.accept(keys, proposal, logits, distribution)
-        # Recursive rejection needs the draft's distribution; without it, only the target's own draws are accepted.
-        accept_tree = getattr(acceptor, "accept_tree", walk if proposal.log_probs is None else reject)
-        accepted: Acceptance = accept_tree(keys, proposal, branches, logits, distribution)
-        return accepted
+    view, penalties, drawing = inputs.view, inputs.view.penalties, inputs.distribution.drawing
 
     def sampled() -> tuple[Acceptance, jax.Array]:
         judged = logits
         if penalties is not None:
-            judged = penalties.apply(logits, view.tokens, view.length, proposal.tokens, branches)
+            judged = penalties.apply(logits, view.tokens, view.length, drafts.tokens, branches)
         finite = is_finite(judged)
         # NaN would spread to earlier tokens, because an acceptor may weigh a token by those after it.
         judged = jnp.where(finite[..., None], judged, 0.0)
-        return accept(acceptor, distribution, keys(), proposal, judged), finite
+        return accept(inputs.acceptor, inputs.keys(), drafts, judged, inputs.distribution), finite
 
     def greedy() -> tuple[Acceptance, jax.Array]:
         # Greedy acceptance draws nothing: any keys do, one for each position.
-        of_positions = jnp.broadcast_to(seed_key(0), (len(logits), depth + 1))
-        plain = dataclasses.replace(proposal, log_probs=None)
-        return accept(GreedyAcceptor(), Greedy(), of_positions, plain, logits), is_finite(logits)
+        of_positions = jnp.broadcast_to(seed_key(0), (len(logits), inputs.drafter.num_draft_tokens + 1))
+        plain = dataclasses.replace(drafts, log_probs=None)
+        return accept(GreedyAcceptor(), of_positions, plain, logits, Greedy()), is_finite(logits)
 
-    drawing = distribution.drawing
     if isinstance(drawing, bool):
         return sampled()
     # A batch of greedy rows without penalties neither filters nor draws: at temperature 0 all acceptors are equal.
     if penalties is not None:
         drawing |= penalties.active(view.length)
     return either(drawing, sampled, greedy)
+
+
+def _verified(
+    inputs: Inputs,
+    logits: jax.Array,
+    ran: Pass,
+    drafts: Proposal,
+    acceptance: Acceptance,
+    finite: jax.Array,
+    in_text_order: Callable[[jax.Array], jax.Array],
+) -> Verified:
+    """Returns the result of a verification; `in_text_order` maps rows [B, R, ...] to positions [B, T, ...]."""
+    length, log_probs = inputs.drafter.num_draft_tokens + 1, inputs.log_probs
+
+    def reported() -> jax.Array:
+        tokens = text_of(inputs.view, drafts.tokens, acceptance)
+        return widened(log_probs_of(in_text_order(logits), tokens, inputs.config.exact), length)
+
+    if log_probs is not None:
+        log_probs = either(log_probs, reported, lambda: jnp.zeros((len(logits), length), jnp.float32))
+    if (aux := ran.aux_hidden_states) is not None:
+        ran = ran._replace(aux_hidden_states=widened(in_text_order(aux), length))
+    return Verified(ran, acceptance, _leading(in_text_order(finite)), log_probs)
+
+
+def _run_narrowest(inputs: Inputs, run: Callable[[int, KVCache], Verified]) -> Verified:
+    """Returns `run(width, cache)` for the smallest of `widths` that holds the longest draft."""
+    drafter, proposal, aux_layers = inputs.drafter, inputs.proposal, inputs.drafter.aux_layers
+    length, dtype = drafter.num_draft_tokens + 1, inputs.params.target["embed"].dtype
+
+    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.zeros((len(proposal.count), *shape), dtype)
+
+    # The carry has the shapes of a result; every width replaces all of it except the cache.
+    ran = Pass(
+        inputs.view.cache,
+        zeros(length, len(aux_layers) * inputs.config.hidden_size, dtype=dtype) if aux_layers else None,
+        zeros(drafter.num_nodes + 1, drafter.num_top_tokens) if drafter.num_top_tokens else None,
+    )
+    nowhere = Acceptance(zeros(), zeros(), None if proposal.parents is None else zeros(length))
+    log_probs = None if inputs.log_probs is None else zeros(length, dtype=jnp.float32)
+    carry, needed = Verified(ran, nowhere, zeros(), log_probs), jnp.max(proposal.count) + 1
+    return narrowest(inputs.widths, needed, lambda width, carry: run(width, carry.ran.cache), carry, "verify")
+
+
+def _first(proposal: Proposal, count: int) -> Proposal:
+    """Returns the first `count` draft tokens."""
+    log_probs = None if proposal.log_probs is None else proposal.log_probs[:, :count]
+    return dataclasses.replace(proposal, tokens=proposal.tokens[:, :count], log_probs=log_probs)
 
 
 def trimmed(proposal: Proposal, budget: jax.Array, depth: int) -> Proposal:
@@ -259,15 +308,13 @@ def rows_of(pending: jax.Array, drafts: jax.Array) -> jax.Array:
     return jnp.concatenate([pending[:, None], drafts], axis=1)
 
 
-def accepted_tokens(view: View, drafts: jax.Array, acceptance: Acceptance) -> jax.Array:
-    """Returns the drafts in text order, int32[B, K]: the chain, or the accepted path of a tree."""
-    if acceptance.path is None:
-        return drafts
-    return tree.along(rows_of(view.pending, drafts), acceptance.path[:, 1:])
+def text_of(view: View, drafts: jax.Array, acceptance: Acceptance) -> jax.Array:
+    """Returns the accepted drafts, in text order, and the token after them, int32[B, T], for drafts int32[B, R − 1].
 
-
-def with_next(drafts: jax.Array, acceptance: Acceptance) -> jax.Array:
-    """Accepted drafts and the token after them, int32[B, K + 1] for drafts [B, K]."""
+    T is R for a chain and K + 1 for a tree. Entries after acceptance.count[b] are padding.
+    """
+    if acceptance.path is not None:
+        drafts = along(rows_of(view.pending, drafts), acceptance.path[:, 1:])
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     here = jnp.arange(padded.shape[1])[None] == acceptance.count[:, None]
     return jnp.where(here, acceptance.token[:, None], padded)

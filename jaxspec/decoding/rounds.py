@@ -121,26 +121,17 @@ def decode_round(
         return _of_places(state, depth) if by_place else fold_in(keys, 1)
 
     view = dataclasses.replace(view, cache=cache)
+    widths, reports = parts.verify_widths, None if parts.log_probs is None else parts.reports
+    inputs = verification.Inputs(
+        config, params, drafter, parts.acceptor, parts.distribution, own, view, proposal, widths, reports
+    )
     # One pass of the target over the pending token and the drafts gives its distribution after each of them.
     with jax.named_scope("verify"):
-        verified = verification.verify(
-            config,
-            params,
-            drafter,
-            parts.acceptor,
-            parts.distribution,
-            own,
-            view,
-            proposal,
-            parts.verify_widths,
-            None if parts.log_probs is None else parts.reports,
-        )
-    acceptance, sound, aux_hidden_states = verified.acceptance, verified.sound, verified.aux_hidden_states
+        verified = verification.verify(inputs)
+    acceptance, sound, ran = verified.acceptance, verified.sound, verified.ran
 
     # Accepted drafts and the token that the target draws after them, in the order of the text.
-    tokens = verification.with_next(
-        verification.accepted_tokens(view, proposal.tokens, acceptance), acceptance
-    )
+    tokens = verification.text_of(view, proposal.tokens, acceptance)
     # The text ends at the first end-of-text token, even if later drafts were accepted.
     column = jnp.arange(tokens.shape[1])[None]
     ended = is_eos(tokens, state.eos_ids) & (column <= acceptance.count[:, None])
@@ -155,11 +146,11 @@ def decode_round(
         count=count,
         drafted=verification.num_verified(proposal, depth, count, acceptance),
         accepted=accepted,
-        aux_hidden_states=aux_hidden_states,
-        start=None if aux_hidden_states is None else view.start,
-        fed=None if verified.top_tokens is None else verification.fed(view.pending, proposal),
-        top_tokens=verified.top_tokens,
-        ridden=verified.ridden,
+        aux_hidden_states=ran.aux_hidden_states,
+        start=None if ran.aux_hidden_states is None else view.start,
+        fed=None if ran.top_tokens is None else verification.fed(view.pending, proposal),
+        top_tokens=ran.top_tokens,
+        beside=ran.beside,
     )
     # The drafter sees the committed tokens: it brings its caches to the new length, and adapts γ or its counts.
     with jax.named_scope("absorb"):
@@ -171,7 +162,7 @@ def decode_round(
         length=length,
         done=state.done | broken | (live & jnp.any(ended, axis=1)) | (length >= state.limit),
         broken=state.broken | broken,
-        cache=verified.cache,
+        cache=ran.cache,
         drafter_state=drafter_state,
         stats=_counted(state.stats, outcome),
     )

@@ -270,7 +270,12 @@ class Choosing(Drafter):
             proposal, its, cache = drafted(at, its, rest)
             return _with(joined, proposal, mine, choice.length), its, cache
 
-        shapes = {at: jax.eval_shape(functools.partial(drafted, at), own[at], view)[0] for at in rule.models}
+        shapes = {}
+        for at in rule.models:
+            shape, _, _ = jax.eval_shape(functools.partial(drafted, at), own[at], view)
+            # A pending token that has run all layers saves nothing, because other rows have not run theirs.
+            whole = shape.exit_layer == self.config.num_layers
+            shapes[at] = dataclasses.replace(shape, exit_hidden=None) if whole else shape
         joined, cache = self._copies(chosen, shapes, params), view.cache
         for at in rule.models:
             carry = joined, own[at], cache
@@ -413,7 +418,7 @@ def _with(joined: Proposal, drafted: Proposal, mine: jax.Array, length: jax.Arra
         parents = jnp.where(mine[:, None], own, as_array(parents))
     if log_probs is not None and drafted.log_probs is not None:
         log_probs = jnp.where(mine[:, None, None], widened(drafted.log_probs, full), log_probs)
-    if exits is not None and drafted.exit_hidden is not None:
+    if exits is not None and drafted.exit_hidden is not None and drafted.exit_layer == joined.exit_layer:
         # Also of the other rows, whose pending tokens the draft has run.
         exits = widened(drafted.exit_hidden, full + 1)
     return dataclasses.replace(

@@ -285,8 +285,14 @@ def test_siblings_share_only_what_is_made_for_it():
     assert len(drafters) > 3
     for name in drafters:
         siblings = {other for other in imports(MODULES[name]) if any(within(other, one) for one in places)}
-        names = (
-            ["chain_drafter", "lookup", "tree_drafter", "aux_drafter", "exit_drafter", "masked_drafter", "choice_rule"]
-        )
+        names = [
+            "chain_drafter",
+            "lookup",
+            "tree_drafter",
+            "aux_drafter",
+            "exit_drafter",
+            "masked_drafter",
+            "choice_rule",
+        ]
         shared = {f"jaxspec.drafting.{one}" for one in names}
         assert siblings <= shared, name

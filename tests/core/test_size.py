@@ -18,11 +18,11 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
-    ".": 980,
+    ".": 970,
     "choosing": 240,
     "cli": 790,
     "console": 880,
-    "decoding": 530,
+    "decoding": 520,
     "drafting": 1680,
     "engine": 4550,
     "heads": 2390,

@@ -547,6 +547,19 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name, monkeypatch):
     assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(second, target, own, config)), PROMPTS)
 
 
+@pytest.mark.representatives("ngram")
+@pytest.mark.parametrize("other", ["ngram", "layerskip"])
+def test_verification_runs_the_pending_token_of_every_row(other):
+    """Also in the rounds of a draft that has run it through all layers, because the other rows have not."""
+    (head, own), (first, _) = tiny.drafter_of("uno"), tiny.drafter_of(other)
+    made = tiny.choosing(
+        tiny.TARGET, (first, head), cost=0.2, row_cost=0.01, accept=0.7, memory=jnp.float32(0.8)
+    )
+    state = ended(loop(made, own=own))
+    assert (np.asarray(state.drafter_state.used).sum(axis=0) > 0).all()
+    assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(Autoregressive())), PROMPTS)
+
+
 @pytest.mark.full
 def test_a_head_reads_what_the_other_drafted():
     """Also for drafts longer than its own; hidden states that wait are absorbed in blocks, when it drafts next."""

@@ -16,7 +16,7 @@ from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.tree import Shape, Tree
-from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, Riders, StopRule, View, Weights
+from jaxspec.protocol import Beside, Drafter, Outcome, Prefill, Proposal, StopRule, View, Weights
 from jaxspec.sampling import Distribution
 from jaxspec.stopping import Constant
 
@@ -52,15 +52,17 @@ class Uno(ParallelChain, TreeChain):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, distribution: Distribution
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts in the target's cache."""
-        target, own = params.target, params.drafter
+        config, target, own = self.config, params.target, params.drafter
         tokens = network.block(self.head, view.pending, view.start, self.num_draft_tokens)
-        hidden, cache = network.run(self.config, target, self.head, own, tokens, view.start, view.cache)
-        logits = network.logits(own, self.config, target, hidden)
+        hidden, cache = network.run(config, target, self.head, own, tokens, view.start, view.cache)
+        logits = network.logits(own, config, target, hidden)
         if self.tree is None:
             proposal, state = self.draft_said(logits, hidden, keys, state, view, distribution, own)
         else:
             proposal = self._tree_of(logits, keys, params, distribution)
-        return dataclasses.replace(proposal, pending_hidden=hidden[:, :1]), state, cache
+        # The first row has run all layers on the pending token.
+        proposal = dataclasses.replace(proposal, exit_hidden=hidden[:, :1], exit_layer=config.num_layers)
+        return proposal, state, cache
 
     def _tree_of(
         self, logits: jax.Array, keys: jax.Array, params: Weights, distribution: Distribution
@@ -133,7 +135,7 @@ class UnoSinglePass(ParallelChain):
         proposal, state = self.draft_said(logits, state.own, keys, state, view, distribution, params.drafter)
         return proposal, state, view.cache
 
-    def riders(self, params: Weights, view: View, proposal: Proposal) -> Riders:
+    def beside(self, params: Weights, view: View, proposal: Proposal) -> Beside:
         """Returns K noise tokens under each beginning of the draft, in the order of the beginnings."""
         count = self.num_draft_tokens
         parents = list(range(-1, count - 1))
@@ -145,12 +147,12 @@ class UnoSinglePass(ParallelChain):
         noise = network.noise(self.head, jnp.broadcast_to(last, places.shape), places)
         rows = jnp.arange((count + 1) ** 2) > count
         adapted = network.adapted(self.config, params.target, self.head, params.drafter, rows)
-        return Riders(noise.reshape(noise.shape[0], -1), Shape(tuple(parents)), adapted)
+        return Beside(noise.reshape(noise.shape[0], -1), Shape(tuple(parents)), adapted)
 
     def observe(self, params: Weights, state: ChainState, outcome: Outcome) -> ChainState:
         """Keeps the hidden states under the accepted beginning, and updates the stop rule."""
-        assert outcome.ridden is not None, "the loop must run the riders"
-        batch, _, width = outcome.ridden.shape
-        under = outcome.ridden.reshape(batch, self.num_draft_tokens + 1, self.num_draft_tokens, width)
+        assert outcome.beside is not None, "the loop must run the rows beside"
+        batch, _, width = outcome.beside.shape
+        under = outcome.beside.reshape(batch, self.num_draft_tokens + 1, self.num_draft_tokens, width)
         own = jnp.take_along_axis(under, outcome.accepted[:, None, None, None], axis=1)[:, 0]
         return super().observe(params, state._replace(own=own), outcome)
