@@ -203,8 +203,7 @@ class Choosing(Drafter):
         count: jax.Array,
     ) -> Held:
         """Returns the state after each candidate with auxiliary layers has absorbed what waited, and these tokens."""
-        waiting = state.waiting
-        assert waiting is not None
+        assert (waiting := state.waiting) is not None
 
         def absorbed(own: tuple[State, ...], hidden: jax.Array, *rest: jax.Array) -> tuple[State, ...]:
             return tuple(
@@ -260,7 +259,10 @@ class Choosing(Drafter):
 
         def drafted(at: int, its: State, view: View) -> tuple[Proposal, State, KVCache]:
             weights = Weights(params.target, params.drafter[at])
-            return self.candidates[at].propose(each[at], weights, its, view, distribution)
+            proposal, its, cache = self.candidates[at].propose(each[at], weights, its, view, distribution)
+            # A pending token that has run all layers saves nothing, because other rows have not run theirs.
+            whole = proposal.exit_layer == self.config.num_layers
+            return dataclasses.replace(proposal, exit_hidden=None) if whole else proposal, its, cache
 
         def draft(carry: tuple[Proposal, State, KVCache], at: int) -> tuple[Proposal, State, KVCache]:
             joined, its, cache = carry
@@ -270,12 +272,7 @@ class Choosing(Drafter):
             proposal, its, cache = drafted(at, its, rest)
             return _with(joined, proposal, mine, choice.length), its, cache
 
-        shapes = {}
-        for at in rule.models:
-            shape, _, _ = jax.eval_shape(functools.partial(drafted, at), own[at], view)
-            # A pending token that has run all layers saves nothing, because other rows have not run theirs.
-            whole = shape.exit_layer == self.config.num_layers
-            shapes[at] = dataclasses.replace(shape, exit_hidden=None) if whole else shape
+        shapes = {at: jax.eval_shape(functools.partial(drafted, at), own[at], view)[0] for at in rule.models}
         joined, cache = self._copies(chosen, shapes, params), view.cache
         for at in rule.models:
             carry = joined, own[at], cache
@@ -418,7 +415,7 @@ def _with(joined: Proposal, drafted: Proposal, mine: jax.Array, length: jax.Arra
         parents = jnp.where(mine[:, None], own, as_array(parents))
     if log_probs is not None and drafted.log_probs is not None:
         log_probs = jnp.where(mine[:, None, None], widened(drafted.log_probs, full), log_probs)
-    if exits is not None and drafted.exit_hidden is not None and drafted.exit_layer == joined.exit_layer:
+    if exits is not None and drafted.exit_hidden is not None:
         # Also of the other rows, whose pending tokens the draft has run.
         exits = widened(drafted.exit_hidden, full + 1)
     return dataclasses.replace(

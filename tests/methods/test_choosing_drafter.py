@@ -556,7 +556,7 @@ def test_verification_runs_the_pending_token_of_every_row(other):
         tiny.TARGET, (first, head), cost=0.2, row_cost=0.01, accept=0.7, memory=jnp.float32(0.8)
     )
     state = ended(loop(made, own=own))
-    assert (np.asarray(state.drafter_state.used).sum(axis=0) > 0).all()
+    assert (np.asarray(state.drafter_state.rule.used).sum(axis=0) > 0).all()
     assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(Autoregressive())), PROMPTS)
 
 
