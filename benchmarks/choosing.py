@@ -28,8 +28,8 @@ import numpy as np
 from flax import struct
 
 from benchmarks import command
-from jaxspec.choosing.costs import DraftCost, StepCosts, kinds
-from jaxspec.choosing.prices import measured_prices
+from jaxspec.costs.prices import measured_prices
+from jaxspec.costs.rounds import DraftCost, StepCosts, kinds
 from jaxspec.drafting.choosing_drafter import Choice, Choosing, ChoosingState, Found
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.host.files import read_json
@@ -236,7 +236,7 @@ def make_texts(kind: str, names: Sequence[str], count: int, tokens: int, seed: i
 
     Args:
       kind: one of `KINDS`.
-      names: of `choosing.costs.kinds`.
+      names: of `costs.rounds.kinds`.
       count, tokens: T, N.
       seed: with the same, the same texts.
     """

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import command
-from jaxspec.choosing.costs import tokens_per_round
+from jaxspec.costs.rounds import tokens_per_round
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.aot import roofline
 from jaxspec.measuring.aot.accelerators import Topology, parse_topology

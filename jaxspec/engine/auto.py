@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.choosing import beliefs
-from jaxspec.choosing.prices import Prices
+from jaxspec.costs.expectations import remembered
+from jaxspec.costs.prices import Prices
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.choosing_drafter import Choosing
@@ -46,7 +46,7 @@ class Learnt:
         """Adds the counts of a text, int[C, K, 2]; those of a candidate with the name None are left out."""
         for name, counts in zip(names, seen, strict=True):
             if name is not None and counts.any():
-                self._seen[name], self._changed = beliefs.remembered(self._seen.get(name), counts), True
+                self._seen[name], self._changed = remembered(self._seen.get(name), counts), True
 
     def keep(self) -> None:
         """Keeps the counts for the next process, if there are new ones."""

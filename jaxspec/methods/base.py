@@ -18,8 +18,8 @@ from jaxspec.host.messages import shown
 from jaxspec.methods.resources import HasModel
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.beliefs import Expectation
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.expectations import Expectation
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.methods.resources import LoadedModel, Resources
     from jaxspec.protocol import Drafter
 

@@ -11,7 +11,7 @@ from jaxspec.methods.base import Method, option, share_of_step
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.drafting.choosing_drafter import Choosing
     from jaxspec.protocol import Drafter
 
@@ -82,8 +82,8 @@ class Hybrid(Method):
         """Makes the drafter of both methods; its parameters are a tuple of theirs."""
         import jax.numpy as jnp
 
-        from jaxspec.choosing.costs import guessed_row
-        from jaxspec.choosing.prices import simple_prices
+        from jaxspec.costs.prices import simple_prices
+        from jaxspec.costs.rounds import guessed_row
         from jaxspec.drafting.choosing_drafter import Choosing, widths_of
         from jaxspec.drafting.lookup import LookupDrafter
 

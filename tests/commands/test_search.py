@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.choosing.costs import Prediction, tokens_per_round
 from jaxspec.cli import main
+from jaxspec.costs.rounds import Prediction, tokens_per_round
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan

@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from jaxspec import methods
-from jaxspec.choosing.costs import DraftCost
 from jaxspec.cli.methods import parse_run
+from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.results import Result, Statistics, Token

@@ -19,9 +19,9 @@ PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
     ".": 980,
-    "choosing": 240,
     "cli": 790,
     "console": 880,
+    "costs": 240,
     "decoding": 530,
     "drafting": 1680,
     "engine": 4550,

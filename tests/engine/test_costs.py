@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.choosing.costs import (
+from jaxspec.cli.options import ModelOptions
+from jaxspec.console.distributed import ProcessOptions
+from jaxspec.costs.rounds import (
     DraftCost,
     StepCosts,
     guessed,
@@ -21,8 +23,6 @@ from jaxspec.choosing.costs import (
     speedup_table,
     tokens_per_round,
 )
-from jaxspec.cli.options import ModelOptions
-from jaxspec.console.distributed import ProcessOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
 from jaxspec.measuring.aot import cost_estimates

@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from jaxspec import methods
 from jaxspec.acceptance import BlockAcceptor
-from jaxspec.choosing.beliefs import Expectation
+from jaxspec.costs.expectations import Expectation
 from jaxspec.decoding import Parts
 from jaxspec.decoding.rounds import run_rounds
 from jaxspec.heads import files as heads

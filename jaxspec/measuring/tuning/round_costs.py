@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.choosing.costs import Prediction, tokens_per_round
+from jaxspec.costs.rounds import Prediction, tokens_per_round
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress

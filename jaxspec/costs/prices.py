@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.choosing.costs import DraftCost, StepCosts
+from jaxspec.costs.rounds import DraftCost, StepCosts
 
 # The numbers of rows for which prices are given.
 ROWS = (1, 2, 4, 8, 16, 32)
