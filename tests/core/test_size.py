@@ -21,7 +21,7 @@ LINES = {
     ".": 980,
     "cli": 790,
     "console": 880,
-    "costs": 240,
+    "costs": 250,
     "decoding": 530,
     "drafting": 1680,
     "engine": 4550,
