@@ -28,8 +28,8 @@ import numpy as np
 from flax import struct
 
 from benchmarks import command
-from jaxspec.choosing.costs import DraftCost, StepCosts, kinds
-from jaxspec.choosing.prices import measured_prices
+from jaxspec.costs.prices import expected_speedups, measured_prices
+from jaxspec.costs.rounds import DraftCost, StepCosts, kinds
 from jaxspec.drafting.choice_rule import Choice, ChoiceRule, ChoiceState, Found
 from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.drafting.ngram_drafter import NGram
@@ -202,13 +202,8 @@ def player(drafter: ChoiceRule, rule: Rule) -> Callable[[Texts], np.ndarray]:
 def _alone(drafter: ChoiceRule, at: int) -> Rule:
     """Returns the rule that always uses one candidate, with drafts of the length that is best for its expectation."""
     lookup = at in drafter.lookups
-    accept = np.asarray(drafter.prices.accept[at])
-    if lookup:
-        accept = np.array([accept[0], *accept[1:2].repeat(LONGEST - 1)])
-    verify, draft = (np.asarray(of) for of in drafter.prices.of(jnp.int32(1), jnp.float32(_PROMPT)))
-    lengths = np.arange(1, LONGEST + 1)
-    costs = verify[np.searchsorted(_WIDTHS, lengths, side="right")] + draft[at, 1:]
-    length = int(((1 + np.cumsum(np.cumprod(accept))) / costs).argmax()) + 1
+    lengths = range(1, LONGEST + 1)
+    length = int(expected_speedups(drafter.prices, at, lookup, _WIDTHS, lengths, _PROMPT).argmax()) + 1
 
     def rule(state: ChoiceState, found: tuple[Found, ...], lengths: jax.Array, budget: jax.Array) -> Choice:
         size = jnp.minimum(length, budget)
@@ -233,7 +228,7 @@ def make_texts(kind: str, names: Sequence[str], count: int, tokens: int, seed: i
 
     Args:
       kind: one of `KINDS`.
-      names: of `choosing.costs.kinds`.
+      names: of `costs.rounds.kinds`.
       count, tokens: T, N.
       seed: with the same, the same texts.
     """

@@ -5,8 +5,8 @@ This is a prediction, not a measurement. A pass of some layers over R rows takes
     max(bytes ÷ bandwidth, R × FLOPs ÷ peak) + exchanges × their latency
 
 on each chip. The bytes are the weights that the pass reads; caches and all other costs are ignored. A draft of K
-tokens,
-each accepted with probability a, gives (1 − a^(K+1)) ÷ (1 − a) tokens (Leviathan et al. 2023). The best K is chosen.
+tokens, each accepted with probability a, gives (1 − a^(K+1)) ÷ (1 − a) tokens (Leviathan et al. 2023). The best K is
+chosen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import command
-from jaxspec.choosing.costs import tokens_per_round
+from jaxspec.costs.rounds import predicted_speedup, tokens_per_round
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.aot import roofline
 from jaxspec.measuring.aot.accelerators import Topology, parse_topology
@@ -52,6 +52,8 @@ class Options:
 @dataclasses.dataclass(frozen=True)
 class Pass:
     """A part of a model that runs in one pass.
+
+    `StepCosts` has one device, where a layer's share of a step is constant; exchanges do not grow with the rows.
 
     Attributes:
       weights: number of weights that it reads, two bytes each.
@@ -119,17 +121,18 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
     if options.draft:
         drafts["draft-model"] = (of_model(SHAPES[options.draft]), [whole])
 
-    def record(step: Pass | None, verified: list[Pass], count: int) -> dict[str, float]:
-        drafting = 0.0 if step is None else count * seconds(step)
-        took = drafting + sum(seconds(part, count + 1) for part in verified)
-        tokens = tokens_per_round(options.agreement, count)
-        speedup = tokens * plain / took
-        shares = {"tokens_per_round": tokens, "draft_share": drafting / took}
-        return {"speedup": speedup, "num_draft_tokens": count, **shares}
-
     def best(step: Pass | None, verified: list[Pass]) -> dict[str, float]:
-        every = (record(step, verified, count) for count in range(1, options.num_draft_tokens + 1))
-        return max(every, key=lambda one: one["speedup"])
+        def drafting(count: int) -> float:
+            return 0.0 if step is None else count * seconds(step)
+
+        def took(count: int) -> float:
+            return drafting(count) + sum(seconds(part, count + 1) for part in verified)
+
+        found = predicted_speedup(options.agreement, plain, took, options.num_draft_tokens)
+        count = found.num_draft_tokens
+        tokens = tokens_per_round(options.agreement, count)
+        shares = {"tokens_per_round": tokens, "draft_share": drafting(count) / took(count)}
+        return {"speedup": found.speedup, "num_draft_tokens": count, **shares}
 
     kind = topology.accelerator
     return {

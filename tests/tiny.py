@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.choosing.prices import simple_prices
+from jaxspec.costs.prices import simple_prices
 from jaxspec.decoding import Parts
 from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.autoregressive_drafter import Autoregressive

@@ -13,7 +13,7 @@ from benchmarks.papers.prices import fixed_length, round_prices
 from benchmarks.papers.rules import Case, Rounds
 from benchmarks.papers.tables import Cell
 from benchmarks.papers.workbench import SPLITS, Workbench
-from jaxspec.choosing.costs import DraftCost
+from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.layerskip_drafter import LayerSkip as EarlyExit
 from jaxspec.engine.buckets import bucket
 from jaxspec.engine.language_model import LanguageModel

@@ -12,7 +12,7 @@ from benchmarks.papers.counted import Case, Column, Counted, Work, choose
 from benchmarks.papers.rules import Rounds
 from benchmarks.papers.tables import FREE, Claim, Table
 from benchmarks.papers.workbench import Workbench
-from jaxspec.choosing.costs import DraftCost
+from jaxspec.costs.rounds import DraftCost
 from jaxspec.methods.base import share_of_step
 
 # The share of a step's bytes that the output head has in the paper's models, of which it measured LayerSkip's versions:

@@ -19,7 +19,7 @@ from benchmarks.papers.s2d_printed import TABLE_2, TARGETS
 from benchmarks.papers.s2d_runs import FIRST, LAST, LONGEST, MIDDLE, SFT, SORTED, shown
 from benchmarks.papers.tables import FREE, Cell, Claim, Row, Table, more_than
 from benchmarks.papers.workbench import Workbench
-from jaxspec.choosing.costs import DraftCost
+from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.s2d_drafter import S2D as Drafting
 from jaxspec.engine.results import Result

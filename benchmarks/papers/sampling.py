@@ -15,7 +15,7 @@ from benchmarks.papers import baselines
 from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than, shown
 from benchmarks.papers.workbench import Column, Measured, Workbench, distribution, speeds
-from jaxspec.choosing.costs import tokens_per_round
+from jaxspec.costs.rounds import tokens_per_round
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.bench.speed import Texts, every_text, ratio_of_counts, rows

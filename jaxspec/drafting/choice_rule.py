@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.choosing.prices import Prices
+from jaxspec.costs.prices import Prices
 from jaxspec.drafting.lookup import LookupDrafter
 from jaxspec.protocol import Drafter, Outcome
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.choosing.prices import Prices
+from jaxspec.costs.prices import Prices
 from jaxspec.drafting.choice_rule import Choice, ChoiceRule, ChoiceState, Found
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
@@ -203,7 +203,8 @@ class Choosing(Drafter):
         count: jax.Array,
     ) -> Held:
         """Returns the state after each candidate with auxiliary layers has absorbed what waited, and these tokens."""
-        assert (waiting := state.waiting) is not None
+        waiting = state.waiting
+        assert waiting is not None
 
         def absorbed(own: tuple[State, ...], hidden: jax.Array, *rest: jax.Array) -> tuple[State, ...]:
             return tuple(

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.choosing import beliefs
-from jaxspec.choosing.prices import Prices
+from jaxspec.costs.expectations import remembered
+from jaxspec.costs.prices import expected_speedups
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.choosing_drafter import Choosing
@@ -46,7 +45,7 @@ class Learnt:
         """Adds the counts of a text, int[C, K, 2]; those of a candidate with the name None are left out."""
         for name, counts in zip(names, seen, strict=True):
             if name is not None and counts.any():
-                self._seen[name], self._changed = beliefs.remembered(self._seen.get(name), counts), True
+                self._seen[name], self._changed = remembered(self._seen.get(name), counts), True
 
     def keep(self) -> None:
         """Keeps the counts for the next process, if there are new ones."""
@@ -233,21 +232,13 @@ class Awaited(Chosen):
 
 def expectations(drafter: Choosing, names: Sequence[str]) -> tuple[Expected, ...]:
     """Returns what is expected of each candidate before the first round of a text, alone in a batch."""
-    prices: Prices = drafter.prices
-    verify, draft = (np.asarray(of) for of in prices.of(jnp.int32(1), jnp.float32(0)))
-    widths, found = np.array(drafter.verify_widths), []
+    found, rule = [], drafter.rule
     for at, (name, one) in enumerate(zip(names, drafter.candidates, strict=True)):
-        accept, most = np.asarray(prices.accept[at]), one.num_draft_tokens
-        if at in drafter.rule.lookups:
-            accept = np.concatenate([accept[:1], np.full(most - 1, accept[min(1, len(accept) - 1)])])
-        tokens = 1 + np.cumsum(np.cumprod(accept[:most]))
-        lengths = np.arange(1, most + 1)
-        nodes = np.full(most, one.num_nodes) if one.drafts_trees else lengths
-        rates = tokens / (verify[np.searchsorted(widths, nodes, side="right")] + draft[at, 1 : most + 1])
-        if one.drafts_trees:
-            rates[:-1] = 0
-        best = int(rates.argmax())
-        found.append(Expected(name, best + 1, float(accept[0]), float(rates[best])))
+        most = one.num_draft_tokens
+        nodes = [one.num_nodes] * most if one.drafts_trees else range(1, most + 1)
+        rates = expected_speedups(rule.prices, at, at in rule.lookups, rule.widths, nodes)
+        best = most - 1 if one.drafts_trees else int(rates.argmax())
+        found.append(Expected(name, best + 1, float(rule.prices.accept[at, 0]), float(rates[best])))
     return tuple(sorted(found, key=lambda one: -one.speedup))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.choosing.costs import StepCosts
+from jaxspec.costs.rounds import StepCosts
 from jaxspec.engine import exactness, memory, stored_programs
 from jaxspec.engine.auto import Auto, Learnt
 from jaxspec.engine.compiled import Loop

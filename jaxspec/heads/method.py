@@ -13,8 +13,8 @@ from jaxspec.methods.files import found
 from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.beliefs import Expectation
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.expectations import Expectation
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
 
@@ -67,7 +67,7 @@ class HeadMethod(ChainMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of as many layers as have the head's size; the target runs over a text once more."""
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         # A pass reads one row of an embedding for each token.
         read = {name: leaf for name, leaf in params.items() if name != "embed"}

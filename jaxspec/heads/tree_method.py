@@ -10,7 +10,7 @@ from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod, grown, size_of
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
 

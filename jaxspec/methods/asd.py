@@ -13,7 +13,7 @@ from jaxspec.methods.masked import MaskedMethod
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.drafting.asd_drafter import ASD as Drafting
     from jaxspec.protocol import Drafter
 
@@ -72,7 +72,7 @@ class ASD(MaskedMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost without the layers skipped by `every`; `alpha` skips more, depending on the prompt."""
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         made, depth = cast("Drafting", drafter), target.config.num_layers
         every, kept = int(made.every), int(made.keep_last)

@@ -15,8 +15,8 @@ from jaxspec.methods.files import found
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.beliefs import Expectation
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.expectations import Expectation
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 # The longest draft: longer ones are rarely accepted whole, and each verification is compiled for this length.
@@ -119,9 +119,9 @@ class Auto(DraftingMethod):
         """
         import jax.numpy as jnp
 
-        from jaxspec.choosing.beliefs import informed
-        from jaxspec.choosing.costs import guessed, guessed_row
-        from jaxspec.choosing.prices import measured_prices
+        from jaxspec.costs.expectations import informed
+        from jaxspec.costs.prices import measured_prices
+        from jaxspec.costs.rounds import guessed, guessed_row
         from jaxspec.drafting.autoregressive_drafter import Autoregressive
         from jaxspec.drafting.choosing_drafter import Choosing, widths_of
         from jaxspec.io.methods import price_file

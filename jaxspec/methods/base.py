@@ -18,8 +18,8 @@ from jaxspec.host.messages import shown
 from jaxspec.methods.resources import HasModel
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.beliefs import Expectation
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.expectations import Expectation
+    from jaxspec.costs.rounds import DraftCost, StepCosts
     from jaxspec.methods.resources import LoadedModel, Resources
     from jaxspec.protocol import Drafter
 
@@ -291,18 +291,26 @@ def layers_of(params: Any, target: LoadedModel) -> float:
     return target.config.num_layers * size_of(params) / size_of(target.params["layers"])
 
 
-def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
-    """Returns the bytes of weights that one draft pass reads, divided by those that a step of the target reads."""
-    if not cost.layers:
-        return 0.0
+def read_costs(target: LoadedModel, row: float = 0.0) -> StepCosts:
+    """Returns costs of steps in proportion to the bytes of weights that they read, in units of a step of one row.
+
+    Args:
+      target: the model.
+      row: the cost of each additional row; 0 if only the weights cost time, as is nearly so on accelerators.
+    """
     import jax
 
+    from jaxspec.costs.rounds import guessed
     from jaxspec.model.llama import floor_bytes
 
-    whole = floor_bytes(target.config, target.params)
     layers: int = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params["layers"]))
-    read = cost.layers * layers / target.config.num_layers + (whole - layers if cost.head else 0)
-    return read / whole
+    rest = 1 - layers / floor_bytes(target.config, target.params)
+    return guessed(target.config.num_layers, row, rest, lookup=0.0)
+
+
+def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
+    """Returns the bytes of weights that one draft pass reads, divided by those that a step of the target reads."""
+    return cost.draft_ms(read_costs(target), 1)
 
 
 def plain_type(hint: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxspec.methods.chain import ChainMethod, StopName
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.drafting.clasp_drafter import CLaSp as Drafting
     from jaxspec.protocol import Drafter
 
@@ -65,7 +65,7 @@ class CLaSp(ChainMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of the kept layers without the choice; the text also runs through all layers."""
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         depth, skipped = target.config.num_layers, cast("Drafting", drafter).num_skipped
         layers = depth - skipped + layers_of(params, target)

@@ -10,7 +10,7 @@ from jaxspec.methods.chain import ChainMethod
 from jaxspec.methods.resources import LoadedModel, ModelLike, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 
@@ -65,7 +65,7 @@ def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0, bits: 
       layers: the fraction of the draft's layers that a token runs through.
       bits: the bits of the draft's weights, relative to those of the target's.
     """
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
 
     few = params.get("vocabulary")
     head = params.get("head", params["embed"]) if few is None else few.head

@@ -12,7 +12,7 @@ from jaxspec.methods.masked import MaskedMethod
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
     from jaxspec.protocol import Drafter
 
@@ -62,7 +62,7 @@ class DraftVerify(MaskedMethod):
         """Returns the number of layers that have as many parameters as the sublayers that run."""
         import numpy as np
 
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         runs = np.asarray(cast("Drafting", drafter).plan)
         layers = target.params["layers"]

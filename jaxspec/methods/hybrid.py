@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
-from jaxspec.methods.base import Method, option, share_of_step
+from jaxspec.methods.base import Method, option, read_costs
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.drafting.choosing_drafter import Choosing
     from jaxspec.protocol import Drafter
 
@@ -82,8 +82,8 @@ class Hybrid(Method):
         """Makes the drafter of both methods; its parameters are a tuple of theirs."""
         import jax.numpy as jnp
 
-        from jaxspec.choosing.costs import guessed_row
-        from jaxspec.choosing.prices import simple_prices
+        from jaxspec.costs.prices import simple_prices
+        from jaxspec.costs.rounds import guessed_row
         from jaxspec.drafting.choosing_drafter import Choosing, widths_of
         from jaxspec.drafting.lookup import LookupDrafter
 
@@ -96,12 +96,9 @@ class Hybrid(Method):
         second, own = parts["second"].build(target, resources)
         second = second.taking_turns()
         declared = parts["second"].cost(target, second, own)
-        usual = _UNKNOWN if declared is None else share_of_step(declared, target)
-        row = guessed_row(resources.platform)
+        usual, row, length = _UNKNOWN, guessed_row(resources.platform), second.num_draft_tokens
         if declared is not None:
-            usual *= 1 + row * (declared.rows - 1)  # a pass runs a level of a tree
-            if declared.once:  # one pass gives all tokens
-                usual /= second.num_draft_tokens
+            usual = declared.draft_ms(read_costs(target, row), length) / length
         costs = 0.0, usual if self.draft_cost is None else self.draft_cost
         known = parts["second"].expectation(target, resources)
         accept = _LOOKUP, (_ACCEPT,) if known is None else known.accept

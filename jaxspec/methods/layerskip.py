@@ -13,7 +13,7 @@ from jaxspec.methods.files import directories, file_of
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.drafting.exit_drafter import ExitDrafter
     from jaxspec.protocol import Drafter
     from jaxspec.stopping import Probe
@@ -70,7 +70,7 @@ class LayerSkip(ChainMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of an early exit, with the head of `draft_vocab` if it is given."""
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         exit_layer = cast("ExitDrafter", drafter).exit_layer
         return DraftCost(

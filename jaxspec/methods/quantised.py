@@ -10,7 +10,7 @@ from jaxspec.methods.draft_model import own_model_cost
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 

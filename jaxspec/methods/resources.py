@@ -18,7 +18,7 @@ from jaxspec.io.trained_for import TrainedFor
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxspec.choosing.costs import StepCosts
+    from jaxspec.costs.rounds import StepCosts
     from jaxspec.model.config import LlamaConfig
     from jaxspec.model.head import HeadConfig
     from jaxspec.model.llama import Params

@@ -14,7 +14,7 @@ from jaxspec.methods.resources import FilePath, LoadedModel, ModelLike, Resource
 if TYPE_CHECKING:
     import jax
 
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.drafting.s2d_drafter import S2D as Drafting
     from jaxspec.protocol import Drafter
 
@@ -70,7 +70,7 @@ class S2D(ChainMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the mean cost of the exits, because the exit of a token depends on the text."""
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         exits = cast("Drafting", drafter).exits
         depth = sum(exits) / len(exits)

@@ -10,7 +10,7 @@ from jaxspec.methods.files import read_reference
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 
@@ -72,6 +72,6 @@ class Suffix(DraftingMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of a lookup."""
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         return DraftCost(lookup=True)

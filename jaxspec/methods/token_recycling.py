@@ -10,7 +10,7 @@ from jaxspec.methods.resources import LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 # Top-k target tokens kept after each token, as in the paper.
@@ -50,6 +50,6 @@ class TokenRecycling(TreeMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of a lookup."""
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         return DraftCost(lookup=True)

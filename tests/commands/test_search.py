@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.choosing.costs import Prediction, tokens_per_round
 from jaxspec.cli import main
+from jaxspec.costs.rounds import LONGEST, Prediction, predicted_speedup, tokens_per_round
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan
@@ -26,7 +27,7 @@ from jaxspec.measuring.tuning import objectives
 from jaxspec.measuring.tuning.mask_search import search
 from jaxspec.measuring.tuning.masks import MaskSpace
 from jaxspec.measuring.tuning.proposals import FIRST, propose_bayesian, propose_random
-from jaxspec.measuring.tuning.round_costs import Costs, measure_costs, predicted_speedup
+from jaxspec.measuring.tuning.round_costs import Costs, measure_costs
 from jaxspec.measuring.tuning.texts import continuations, prepare_texts
 from jaxspec.measuring.tuning.tuning_options import SearchOptions
 from jaxspec.model import llama
@@ -182,6 +183,10 @@ def test_agreement_is_that_of_drafts_token_by_token_and_no_mask_compiles(deep):
     assert objectives._agreement._cache_size() == compiled > 0
 
 
+def predicted(rate: float, plan: LayerPlan, longest: int = LONGEST) -> Prediction:
+    return predicted_speedup(rate, COSTS.verify_ms[0][1], functools.partial(COSTS.round_ms, plan), longest)
+
+
 def test_the_predicted_speed_up():
     assert tokens_per_round(0.5, 3) == pytest.approx((1 - 0.5**4) / (1 - 0.5))
     assert tokens_per_round(1.0, 5) == 6
@@ -192,10 +197,10 @@ def test_the_predicted_speed_up():
         k: (1 - 0.6 ** (k + 1)) / 0.4 * 11 / (7 * k + rows)
         for k, rows in ((1, 12), (2, 12), (3, 12), (4, 13))
     }
-    prediction = predicted_speedup(0.6, plan, COSTS, longest=4)
+    prediction = predicted(0.6, plan, longest=4)
     assert prediction == Prediction(pytest.approx(max(by_hand.values())), max(by_hand, key=by_hand.get))
-    assert predicted_speedup(1.0, LayerPlan.skipping(4, range(4), range(3)), COSTS).num_draft_tokens == 12
-    assert predicted_speedup(0.0, plan, COSTS).num_draft_tokens == 1
+    assert predicted(1.0, LayerPlan.skipping(4, range(4), range(3))).num_draft_tokens == 12
+    assert predicted(0.0, plan).num_draft_tokens == 1
 
 
 @pytest.mark.full
@@ -311,7 +316,7 @@ def test_few_masks_are_all_tried(deep, tmp_path):
     texts, _ = prepare_texts(deep, PROMPTS, continuations(deep, PROMPTS, 6))
     score = bench.Agreement(deep, texts, COSTS, by_speedup=False)
     rates = {plan: score(plan)["score"] for plan in MaskSpace(4)}
-    best = max(predicted_speedup(rate, plan, COSTS).speedup for plan, rate in rates.items())
+    best = max(predicted(rate, plan).speedup for plan, rate in rates.items())
     assert found.best.score == pytest.approx(best)
     fixed = run(deep, tmp_path / "fixed", trials=100, skip_ratio=0.25)
     assert len(fixed.trials["exhaustive"]) == 6

@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from jaxspec import methods
-from jaxspec.choosing.costs import DraftCost
 from jaxspec.cli.methods import parse_run
+from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.results import Result, Statistics, Token
@@ -28,6 +28,7 @@ from jaxspec.measuring.bench.suite_page import page
 from jaxspec.measuring.bench.suite_report import cells, columns, report
 from jaxspec.measuring.commands import bench
 from jaxspec.measuring.line_log import LineLog
+from jaxspec.methods.base import share_of_step
 from jaxspec.model.llama import floor_bytes
 from jaxspec.testing import language_model
 from tests import tiny
@@ -62,7 +63,7 @@ class Fake:
 
     def __init__(self, stopped_at: int | None = None, context: int = 1000, chats: bool = False) -> None:
         self.name, self.precision, self.platform, self.fingerprint = "fake", "float32", "cpu", "f00d"
-        self.device_kind, self.loaded = "abacus", None
+        self.device_kind, self.loaded = "abacus", language_model().loaded
         self.executables = SimpleNamespace(wait=lambda: None, num_compilations=0)
         self.compiled_early = nullcontext
         self.config = SimpleNamespace(context_length=context)
@@ -362,7 +363,7 @@ def test_free_rows(draft, drafter, speedup):
     layers = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
     whole = floor_bytes(lm.config, lm.params)
     method = SimpleNamespace(cost=lambda *_: draft)
-    found = free_rows.passes(lm, method, drafter, None)
+    found = free_rows.free_rows(lm, method, drafter, None)
     assert found.speedup(3.0, 4.0) == pytest.approx(speedup(layers / 2 / whole, 1 - layers / whole))
 
 
@@ -373,7 +374,7 @@ def test_a_head_of_few_tokens_is_read_too(method):
     # All that is not a layer is replaced by half of the head's rows.
     head = lm.params["head"]
     few = {"vocabulary": head[: len(head) // 2]}
-    shares = [free_rows.passes(lm, method, drafter, params).share for params in (None, few)]
+    shares = [share_of_step(method.cost(lm.loaded, drafter, params), lm.loaded) for params in (None, few)]
     whole = floor_bytes(lm.config, lm.params)
     rest = whole - sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params["layers"]))
     assert shares[0] - shares[1] == pytest.approx((rest - few["vocabulary"].nbytes) / whole)

@@ -29,7 +29,7 @@ LAYERS = (
     "jaxspec.tree_acceptance",
     "jaxspec.stopping jaxspec.acceptance jaxspec.lossy",
     "jaxspec.verification",
-    "jaxspec.choosing",
+    "jaxspec.costs",
     "jaxspec.decoding.rows",
     "jaxspec.decoding.prefilling jaxspec.decoding.rounds jaxspec.decoding.scoring",
     "jaxspec.drafting.chain_drafter jaxspec.drafting.lookup jaxspec.drafting.tree_drafter jaxspec.decoding",
@@ -82,7 +82,7 @@ LAYERS = (
 )
 SHARED = (
     *(
-        "jaxspec.choosing",
+        "jaxspec.costs",
         "jaxspec.host",
         "jaxspec.io",
         "jaxspec.console",

@@ -22,7 +22,7 @@ PUBLIC = (
     "jaxspec/acceptance.py",
     "jaxspec/sampling.py",
     "jaxspec/model/tree.py",
-    "jaxspec/choosing/costs.py",
+    "jaxspec/costs/rounds.py",
     "jaxspec/drafting/chain_drafter.py",
     "jaxspec/methods",
     "jaxspec/heads/method.py",
@@ -37,7 +37,7 @@ PUBLIC = (
     "jaxspec/serving/batch_files.py",
 )
 # In these files, a class or function is public if docs/extend.md names it, or if its package lists it in `__all__`.
-PARTLY = ("jaxspec/model/", "jaxspec/choosing/", "jaxspec/methods/", "jaxspec/heads/", "jaxspec/testing/")
+PARTLY = ("jaxspec/model/", "jaxspec/costs/", "jaxspec/methods/", "jaxspec/heads/", "jaxspec/testing/")
 # The methods that a user calls; those of any other class share its example.
 OWN = {"LanguageModel": ("generate", "stream"), "Model": ("encode",)}
 

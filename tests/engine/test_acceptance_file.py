@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from jaxspec.choosing.beliefs import Expectation
-from jaxspec.choosing.costs import DraftCost
 from jaxspec.cli import main
+from jaxspec.costs.expectations import Expectation
+from jaxspec.costs.rounds import DraftCost
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods.acceptance_file import NAME, read_acceptance, write_acceptance
 from jaxspec.io.trained_for import TrainedFor

@@ -11,8 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from jaxspec.choosing import beliefs
-from jaxspec.choosing.costs import StepCosts
+from jaxspec.costs import expectations
+from jaxspec.costs.rounds import StepCosts
 from jaxspec.decoding import Parts
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine import compilation_cache
@@ -271,7 +271,7 @@ def test_counts_are_remembered(tmp_path):
         after.add(("ngram",), np.array([[[1, 1]]]))
         assert after.before["ngram"].tolist() == [[3, 1], [2, 0]]
         after.keep()
-        weight = beliefs.MEMORY
+        weight = expectations.MEMORY
         found = Learnt({"model": "abc"}, keeps=True).before["ngram"]
         np.testing.assert_allclose(found, [[1 + 3 * weight, 1 + weight], [2 * weight, 0]], atol=2e-3)
         assert Learnt({"model": "other"}, keeps=True).before == {}

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.choosing.costs import (
+from jaxspec.cli.options import ModelOptions
+from jaxspec.console.distributed import ProcessOptions
+from jaxspec.costs.rounds import (
     DraftCost,
     StepCosts,
     guessed,
@@ -21,8 +23,6 @@ from jaxspec.choosing.costs import (
     speedup_table,
     tokens_per_round,
 )
-from jaxspec.cli.options import ModelOptions
-from jaxspec.console.distributed import ProcessOptions
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
 from jaxspec.measuring.aot import cost_estimates
@@ -92,11 +92,12 @@ def test_rounds_are_made_of_steps():
 
 
 def test_the_best_length_is_found():
-    one = predicted_speedup(0.8, DraftCost(lookup=True), COSTS, longest=6)
+    plain = DraftCost().round_ms(COSTS, 0)
+    one = predicted_speedup(0.8, plain, lambda k: DraftCost(lookup=True).round_ms(COSTS, k), longest=6)
     by_length = {k: tokens_per_round(0.8, k) * 10.5 / (8.25 + 2 * (k + 1) + 0.5) for k in range(1, 7)}
     assert one.speedup == pytest.approx(max(by_length.values()))
     assert by_length[one.num_draft_tokens] == max(by_length.values())
-    assert predicted_speedup(0.1, DraftCost(layers=9), COSTS).speedup < 1
+    assert predicted_speedup(0.1, plain, lambda k: DraftCost(layers=9).round_ms(COSTS, k)).speedup < 1
 
 
 # Measuring

@@ -17,7 +17,7 @@ import pytest
 from flax import struct
 
 from jaxspec import methods
-from jaxspec.choosing.beliefs import Expectation
+from jaxspec.costs.expectations import Expectation
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.engine import head_check
 from jaxspec.engine.language_model import LanguageModel

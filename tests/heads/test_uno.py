@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from jaxspec import methods
 from jaxspec.acceptance import BlockAcceptor
-from jaxspec.choosing.beliefs import Expectation
+from jaxspec.costs.expectations import Expectation
 from jaxspec.decoding import Parts
 from jaxspec.decoding.rounds import run_rounds
 from jaxspec.heads import files as heads
@@ -26,7 +26,8 @@ from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.heads.writer import write_head
 from jaxspec.io.methods import acceptance_file
-from jaxspec.measuring.bench.free_rows import passes
+from jaxspec.measuring.bench.free_rows import free_rows
+from jaxspec.methods.base import share_of_step
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise
@@ -215,14 +216,19 @@ def test_a_round_reads_the_adapter_once():
     """In two passes with the model and its head; in a single pass with the head, which also runs in verification."""
     lm = tiny.language_model()
     drafter, params = tiny.drafter_of("uno")
-    two = passes(lm, methods.Uno(), drafter, params)
-    single = passes(lm, methods.Uno(single_pass=True), *tiny.drafter_of("uno-single-pass"))
-    assert two.each_round == single.each_round == 1
-    assert two.share == pytest.approx(1 + tiny.share_of_step(lm, params["layers"]))
-    assert single.share == pytest.approx(tiny.share_of_step(lm, params["layers"], head=True))
+    two = free_rows(lm, methods.Uno(), drafter, params)
+    single = free_rows(lm, methods.Uno(single_pass=True), *tiny.drafter_of("uno-single-pass"))
+    assert two.draft.once
+    assert single.draft.once
+    assert share_of_step(two.draft, lm.loaded) == pytest.approx(1 + tiny.share_of_step(lm, params["layers"]))
+    assert share_of_step(single.draft, lm.loaded) == pytest.approx(
+        tiny.share_of_step(lm, params["layers"], head=True)
+    )
     drafter, params = tiny.drafter_of("uno-vocab")
-    few = passes(lm, methods.Uno(), drafter, params)
-    assert few.share == pytest.approx(tiny.share_of_step(lm, (lm.params["layers"], params)))
+    few = methods.Uno().cost(lm.loaded, drafter, params)
+    assert share_of_step(few, lm.loaded) == pytest.approx(
+        tiny.share_of_step(lm, (lm.params["layers"], params))
+    )
 
 
 def test_a_single_pass_takes_all_rounds():

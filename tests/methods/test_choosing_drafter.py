@@ -12,10 +12,10 @@ import pytest
 from flax import struct
 
 from jaxspec import methods
-from jaxspec.choosing.beliefs import Expectation
-from jaxspec.choosing.costs import DraftCost, StepCosts
-from jaxspec.choosing.prices import measured_prices, simple_prices
 from jaxspec.cli.methods import parse_run
+from jaxspec.costs.expectations import Expectation
+from jaxspec.costs.prices import measured_prices, simple_prices
+from jaxspec.costs.rounds import DraftCost, StepCosts
 from jaxspec.decoding import Parts
 from jaxspec.drafting import choice_rule
 from jaxspec.drafting.autoregressive_drafter import Autoregressive

@@ -11,7 +11,7 @@ from jaxspec.methods.chain import StopName
 from jaxspec.methods.resources import LoadedModel
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.drafting.exit_drafter import ExitDrafter
     from jaxspec.protocol import Drafter
 
@@ -70,7 +70,7 @@ class Kangaroo(HeadMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of an early exit and its adapter; to absorb a text the target runs over it once more."""
-        from jaxspec.choosing.costs import DraftCost
+        from jaxspec.costs.rounds import DraftCost
 
         exit_layer, depth = cast("ExitDrafter", drafter).exit_layer, target.config.num_layers
         adapter = layers_of(params, target)

@@ -9,7 +9,7 @@ from jaxspec.heads.tree_method import TreeHeadMethod
 from jaxspec.methods.resources import LoadedModel
 
 if TYPE_CHECKING:
-    from jaxspec.choosing.costs import DraftCost
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.choosing.beliefs import Expectation
+from jaxspec.costs.expectations import Expectation
 from jaxspec.host.files import write_json
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.methods.method_files import check_model, read_format

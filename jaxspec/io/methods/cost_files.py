@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.choosing.costs import StepCosts
+from jaxspec.costs.rounds import StepCosts
 from jaxspec.host.files import read_json, write_json
 from jaxspec.host.messages import shown
 from jaxspec.host.processor import processor

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.choosing.prices import Prices
+from jaxspec.costs.prices import Prices
 from jaxspec.host.files import write_json
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.methods.method_files import check_model, read_format

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.choosing.costs import StepCosts
 from jaxspec.console.environment import compile_only
+from jaxspec.costs.rounds import StepCosts
 from jaxspec.host.extras import MissingExtra, require
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.methods import cost_files

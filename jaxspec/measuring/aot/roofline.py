@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxspec.choosing.costs import DraftCost, StepCosts, kinds, on_line, speedup_table
+from jaxspec.costs.rounds import DraftCost, StepCosts, kinds, on_line, speedup_table
 from jaxspec.host.messages import shown
 from jaxspec.measuring.aot.accelerators import ACCELERATORS, LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
 from jaxspec.measuring.bench.device_profile import SHAPES

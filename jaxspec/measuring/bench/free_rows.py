@@ -5,42 +5,47 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxspec.costs.rounds import DraftCost, StepCosts
 from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import Method
-from jaxspec.methods.base import share_of_step
+from jaxspec.methods.base import read_costs
 from jaxspec.protocol import Drafter
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
-    """The draft passes of a method.
+class FreeRows:
+    """The rounds of a method, of which any number of rows costs as much as one row.
 
     Attributes:
-      share: share of the target's weights that a pass reads, see `methods.base.share_of_step`.
-      each_round: passes per round; None for one pass per draft token.
-
-    Examples:
-      >>> Passes(0.25).speedup(3.0, mean_draft_length=4.0), Passes(0.5, each_round=1).speedup(3.0, 4.0)
-      (1.5, 2.0)
+      draft: the work of its drafts.
+      costs: the target's costs of steps, see `methods.base.read_costs`.
+      length: the number of draft passes in each round; None for one pass per draft token.
     """
 
-    share: float
-    each_round: int | None = None
+    draft: DraftCost
+    costs: StepCosts
+    length: int | None = None
 
     def speedup(self, tokens_per_round: float, mean_draft_length: float) -> float:
-        """The speed-up over plain decoding if a round only reads the target's weights and those of its draft passes.
+        """Returns the speed-up over plain decoding.
 
         Args:
           tokens_per_round: mean over all rounds.
           mean_draft_length: draft tokens per round.
+
+        Examples:
+          >>> from jaxspec.costs.rounds import guessed
+          >>> costs = guessed(3, row=0.0, rest=0.25)  # a layer and the head are half of a step
+          >>> FreeRows(DraftCost(layers=1), costs).speedup(3.0, mean_draft_length=4.0)
+          1.0
         """
-        passes = mean_draft_length if self.each_round is None else self.each_round
-        return tokens_per_round / (1 + passes * self.share)
+        length = mean_draft_length if self.length is None else self.length
+        return tokens_per_round * self.costs.step_ms() / self.draft.round_ms(self.costs, length)
 
 
-def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> Passes | None:
-    """The draft passes of a method; None if they depend on the text or the method does not declare its cost.
+def free_rows(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> FreeRows | None:
+    """Returns the rounds of a method; None if their work depends on the text or the method does not declare it.
 
     Args:
       lm: the target.
@@ -51,12 +56,13 @@ def passes(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) -> 
       >>> from jaxspec.methods import LayerSkip
       >>> from jaxspec.testing import language_model
       >>> lm, method = language_model(), LayerSkip(exit_layer=1)
-      >>> 0.5 < passes(lm, method, *lm.drafter(method)).share < 0.6
+      >>> 1.8 < free_rows(lm, method, *lm.drafter(method)).speedup(3.0, mean_draft_length=1.0) < 2.0
       True
     """
     draft = method.cost(lm.loaded, drafter, params)
     if draft is None:
         return None
     runs = drafter.candidates[1] if isinstance(drafter, Choosing) else drafter  # in a hybrid
-    each = 1 if draft.once else runs.num_draft_tokens if runs.drafts_trees else None
-    return Passes(share_of_step(draft, lm.loaded), each)
+    # A method that drafts in one pass drafts in every round, and a tree takes a pass for each of its levels.
+    length = runs.num_draft_tokens if draft.once or runs.drafts_trees else None
+    return FreeRows(draft, read_costs(lm.loaded), length)

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.choosing.costs import StepCosts
+from jaxspec.costs.rounds import StepCosts
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host import processes

@@ -20,11 +20,10 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import Result
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.methods.method_files import distribution_name
-from jaxspec.measuring.bench import free_rows
 from jaxspec.measuring.bench.bench_records import Difference, Record
 from jaxspec.measuring.bench.carry import carried
 from jaxspec.measuring.bench.comparison import BASELINE
-from jaxspec.measuring.bench.free_rows import Passes
+from jaxspec.measuring.bench.free_rows import FreeRows, free_rows
 from jaxspec.measuring.bench.margins import first_difference, margin
 from jaxspec.measuring.bench.prompt_files import Task, encoded, in_turn
 from jaxspec.measuring.bench.suite_options import SuiteOptions
@@ -126,7 +125,7 @@ class Suite:
       records: the records so far.
       left_out: the first turn that exceeded the context, by prompt id.
       units: the units to measure, see `plan`.
-      passes: the draft passes by method, see `free_rows.passes`.
+      free: the rounds by method where rows are free, see `free_rows`.
 
     Raises:
       ValueError, FileNotFoundError: no prompt fits into the context, or `generate` would raise an error with one of the
@@ -155,7 +154,7 @@ class Suite:
         self._log: LineLog | None = None
         self._answers: dict[str, list[str]] = {}
         self._made: dict[str, str] = {}
-        self.passes: dict[str, Passes | None] = {}
+        self.free: dict[str, FreeRows | None] = {}
         self.records: list[Record] = []
         self.left_out: dict[str, int] = {}
         self.units = plan(tasks, options)
@@ -270,7 +269,7 @@ class Suite:
         for name, method in self._methods.items():
             self._lm.stream(first, method=method, **self._given())
             made = self._lm.drafter(method, distributions=(distribution_name(**self._distribution),))
-            self._made[name], self.passes[name] = _digest(made), free_rows.passes(self._lm, method, *made)
+            self._made[name], self.free[name] = _digest(made), free_rows(self._lm, method, *made)
 
     def _given(self) -> dict[str, Any]:
         return {

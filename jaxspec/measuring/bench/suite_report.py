@@ -16,7 +16,7 @@ from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.measuring.bench import speed
 from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.measuring.bench.comparison import BASELINE
-from jaxspec.measuring.bench.free_rows import Passes
+from jaxspec.measuring.bench.free_rows import FreeRows
 from jaxspec.measuring.bench.suite import Suite
 
 ALL = "all"
@@ -43,7 +43,7 @@ def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dic
     categories = groups | {ALL: suite.records}
     runs = {
         run: {
-            name: figures(run, records, suite.sampling, suite.passes.get(run))
+            name: figures(run, records, suite.sampling, suite.free.get(run))
             for name, records in categories.items()
         }
         for run in suite.runs
@@ -67,7 +67,7 @@ def report(lm: LanguageModel, suite: Suite, *, interrupted: bool = False) -> dic
 
 
 def figures(
-    run: str, records: Sequence[Record], sampling: bool, passes: Passes | None = None
+    run: str, records: Sequence[Record], sampling: bool, rounds: FreeRows | None = None
 ) -> dict[str, Any]:
     """The figures of a run on some prompts.
 
@@ -75,7 +75,7 @@ def figures(
       run: name of the run.
       records: the records of these prompts, including those of plain decoding.
       sampling: whether tokens were sampled.
-      passes: the run's draft passes; None if unknown.
+      rounds: the run's rounds where rows are free; None if unknown.
 
     Returns:
       `prompts`; `texts` (each turn of a conversation counts) and their `tokens` in the first repeat;
@@ -102,8 +102,8 @@ def figures(
     accepted = speed.acceptance(taken)
     length, drafted = accepted["mean_acceptance_length"], accepted["mean_draft_length"]
     free = None
-    if passes is not None and length is not None and drafted is not None:
-        free = passes.speedup(length, drafted)
+    if rounds is not None and length is not None and drafted is not None:
+        free = rounds.speedup(length, drafted)
     different = [record.difference for record in own if record.difference is not None]
     margins = [abs(one.margin) for one in different if one.margin is not None]
     return {

@@ -104,7 +104,7 @@ class Profile:
             )
 
     def _costs(self) -> dict[str, Any]:
-        from jaxspec.choosing.costs import kinds, speedup_table
+        from jaxspec.costs.rounds import kinds, speedup_table
         from jaxspec.measuring.bench.device_profile import language_model
         from jaxspec.measuring.bench.step_costs import remembered_step_costs
 
@@ -162,7 +162,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _print_costs(report: dict[str, Any]) -> None:
-    from jaxspec.choosing.costs import StepCosts
+    from jaxspec.costs.rounds import StepCosts
 
     costs = StepCosts(**report["costs"])
     table = _table(f"{costs.model}, {costs.dtype}, {costs.device}, after {costs.live} tokens")

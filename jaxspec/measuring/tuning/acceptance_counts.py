@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.choosing.beliefs import Expectation
+from jaxspec.costs.expectations import Expectation
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.results import played_rounds
 from jaxspec.host.progress import OnProgress, shows_progress

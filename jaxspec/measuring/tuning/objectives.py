@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
+from jaxspec.costs.rounds import predicted_speedup
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host import processes
 from jaxspec.measuring.bench.speed import acceptance, speed_ratio, tokens_per_second
 from jaxspec.measuring.bench.timing import Run, measure_runs, warm_up
 from jaxspec.measuring.tuning.agreement import AgreementTexts, agreement
-from jaxspec.measuring.tuning.round_costs import Costs, predicted_speedup
+from jaxspec.measuring.tuning.round_costs import Costs
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import fetched, local
 from jaxspec.protocol import Drafter
@@ -42,7 +43,8 @@ class Agreement:
         found = fetched(_agreement(self._lm.config, self._lm.params, self._texts, traced))
         # All processes must propose the same next mask; an interrupt (Ctrl-C) is exchanged here too.
         (rate,) = processes.agreed(self._lm.mesh, float(found))
-        predicted = predicted_speedup(rate, plan, self._costs)
+        plain, round_ms = self._costs.verify_ms[0][1], functools.partial(self._costs.round_ms, plan)
+        predicted = predicted_speedup(rate, plain, round_ms)
         return {
             "score": predicted.speedup if self._by_speedup else rate,
             "agreement": rate,

@@ -1,4 +1,4 @@
-"""Measured costs of the parts of a round, and the speed-up predicted from them and an agreement rate."""
+"""Measures the costs of the parts of a round of Draft & Verify, for the search of a mask."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.choosing.costs import Prediction, tokens_per_round
+from jaxspec.costs.rounds import LONGEST
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
@@ -21,13 +21,12 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import local
 from jaxspec.protocol import Drafter, Weights, rising_widths
 
-# The longest draft length considered: K of Draft & Verify.
-MAX_DRAFT_LENGTH = 12
-
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Measured times of the parts of a round for one text, in milliseconds.
+
+    `StepCosts` has whole layers only; a mask skips the attention and the MLP of a layer separately.
 
     Attributes:
       attention_ms, mlp_ms: time of one sublayer in a draft step of one token.
@@ -47,25 +46,9 @@ class Costs:
         mlp = plan.num_layers - len(plan.skip_mlp)
         return self.rest_ms + attention * self.attention_ms + mlp * self.mlp_ms
 
-
-def predicted_speedup(
-    agreement: float, plan: LayerPlan, costs: Costs, longest: int = MAX_DRAFT_LENGTH
-) -> Prediction:
-    """The best predicted speed-up over plain decoding among constant draft lengths K = 1 … `longest`.
-
-        tokens_per_round(a, K) · verify(1) ÷ (K · draft step + verify(K + 1))
-
-    a is the agreement rate and verify(n) the time of a round of n rows. The formula assumes independent
-    acceptances, so it ranks masks but does not predict their speeds.
-    """
-    step, plain = costs.draft_step_ms(plan), costs.verify_ms[0][1]
-
-    def speedup(num_draft_tokens: int) -> float:
-        verify = next(ms for rows, ms in costs.verify_ms if rows > num_draft_tokens)
-        return tokens_per_round(agreement, num_draft_tokens) * plain / (num_draft_tokens * step + verify)
-
-    best = max(range(1, longest + 1), key=speedup)
-    return Prediction(speedup(best), best)
+    def round_ms(self, plan: LayerPlan, length: int) -> float:
+        """Time of a round that drafts `length` tokens with a plan and verifies them."""
+        return length * self.draft_step_ms(plan) + next(ms for rows, ms in self.verify_ms if rows > length)
 
 
 @shows_progress
@@ -85,7 +68,7 @@ def measure_costs(
         "no mlp": LayerPlan.skipping(num_layers, mlp=every),
         "neither": LayerPlan.skipping(num_layers, every, every),
     }
-    widths = rising_widths(MAX_DRAFT_LENGTH)
+    widths = rising_widths(LONGEST)
 
     def verifying(rows: int) -> Drafter:
         return WrongDrafts(rows - 1) if rows > 1 else Autoregressive()

@@ -4,21 +4,28 @@ A round of K draft tokens takes
 
     lookup + K · step(1 row, layers of a draft token) + step(K + 1 rows, layers of verification) + loop
 
-where step(rows, layers, live length, batch) is interpolated in a table. `bench.step_costs` measures the table;
-`aot.roofline` computes it from a device's published figures.
+where step(rows, layers, live length, batch) is interpolated in a table, `StepCosts`. The table has four sources:
+
+- measured: `bench.step_costs`, which `jaxspec profile --costs` runs
+- guessed: `guessed`, for a device without measurements
+- the bytes of a model's weights: `methods.base.read_costs`, where further rows are free
+- a device's published figures, and a compiler's cycles: `aot.roofline` and `aot.cost_estimates`
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+
+# The largest draft length of predictions: K of Draft & Verify.
+LONGEST = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """The times of one model's steps on one device, in milliseconds.
+    """The times of one model's steps on one device, in milliseconds, or in steps of one row if nothing was measured.
 
     Attributes:
       device, model, dtype: names for reports.
@@ -49,7 +56,7 @@ class StepCosts:
 
     def step_ms(
         self,
-        rows: int = 1,
+        rows: float = 1,
         layers: float | None = None,
         live: int | None = None,
         batch: int = 1,
@@ -58,7 +65,7 @@ class StepCosts:
         """Returns the time of a step in milliseconds.
 
         Args:
-          rows: tokens fed per text.
+          rows: tokens fed per text; a mean over rounds may be fractional.
           layers: the number of layers that run; None for all.
           live: cached tokens per text; None for the table's `live`.
           batch: the number of texts.
@@ -79,7 +86,7 @@ class StepCosts:
         share = (one - self.cut_ms) / (self.num_layers - self.cut_layers) / one
         return min(max(share, 0.0), 1 / self.num_layers)
 
-    def _full_ms(self, rows: int, batch: int) -> float:
+    def _full_ms(self, rows: float, batch: int) -> float:
         batches = sorted({known for _, known, _ in self.full_ms})
         at_batches = []
         for known in batches:
@@ -101,16 +108,15 @@ def guessed_row(platform: str) -> float:
     return {"cpu": 0.12, "tpu": 0.006}.get(platform, 0.01)
 
 
-def guessed(num_layers: int, row: float) -> StepCosts:
+def guessed(num_layers: int, row: float, rest: float = 0.1, lookup: float = 0.02) -> StepCosts:
     """Returns assumed costs for a device without measurements, in units of a step of one row.
-
-    Observed times correct them during decoding, so only their order of magnitude matters.
 
     Args:
       num_layers: the model's number of layers.
-      row: the cost of each additional row, relative to a step of one row, see `guessed_row`.
+      row: the cost of each additional row, relative to a step of one row, see `guessed_row`; 0 if rows are free.
+      rest: the share of a step that is not spent in its layers: embedding, final norm and head.
+      lookup: the cost of one search of a lookup drafter.
     """
-    share = 0.1  # of a step: embedding, final norm and head
     full = ((1, 1, 1.0), (33, 1, 1.0 + 32 * row), (1, 8, 1.0 + 7 * row), (33, 8, 1.0 + 263 * row))
     return StepCosts(
         *("unknown", "unknown", "unknown"),
@@ -118,10 +124,9 @@ def guessed(num_layers: int, row: float) -> StepCosts:
         live=0,
         full_ms=full,
         cut_layers=0,
-        cut_ms=share,
+        cut_ms=rest,
         live_token_ms=0.0,
-        loop_ms=0.0,
-        lookup_ms=0.02,
+        lookup_ms=lookup,
         absorb_ms=(1.0 + 32 * row) / 33,
     )
 
@@ -161,16 +166,20 @@ class DraftCost:
     adapts: bool = False
     widths: tuple[int, ...] = ()
 
-    def round_ms(self, costs: StepCosts, length: int, live: int | None = None, batch: int = 1) -> float:
+    def draft_ms(self, costs: StepCosts, length: float, live: int | None = None, batch: int = 1) -> float:
+        """Returns the time in milliseconds of the passes that draft `length` tokens per text, without a search."""
+        if not self.layers or not length:
+            return 0.0
+        one = costs.step_ms(self.rows, self.layers, live, batch, self.head)
+        return one if self.once else length * one
+
+    def round_ms(self, costs: StepCosts, length: float, live: int | None = None, batch: int = 1) -> float:
         """Returns the time in milliseconds of a round with `length` draft tokens per text; length 0 is a plain step."""
         search = costs.lookup_ms if self.lookup else 0.0
         rows = next((width for width in self.widths if width > length), length + 1)
         if not length:
             return search + costs.step_ms(rows, live=live, batch=batch) + costs.loop_ms
-        drafting = 0.0
-        if self.layers:
-            one = costs.step_ms(self.rows, self.layers, live, batch, self.head)
-            drafting = one if self.once else length * one
+        drafting = self.draft_ms(costs, length, live, batch)
         verified = costs.num_layers - self.shared if self.shared else None
         verifying = costs.step_ms(rows, verified, live, batch)
         if self.shared:  # these layers have not run on the last draft token, which only verification reads
@@ -220,29 +229,24 @@ class Prediction:
 
 
 def predicted_speedup(
-    acceptance: float,
-    draft: DraftCost,
-    costs: StepCosts,
-    longest: int = 12,
-    live: int | None = None,
-    batch: int = 1,
+    acceptance: float, plain: float, round_time: Callable[[int], float], longest: int = LONGEST
 ) -> Prediction:
     """Returns the largest speed-up over plain decoding among constant draft lengths K = 1 … `longest`.
 
+        tokens_per_round(acceptance, K) · plain ÷ round_time(K)
+
     A speed-up below 1 is a slow-down. The prediction assumes that every round has a draft, and that each token is
-    accepted with the same probability if all tokens before it are.
+    accepted with the same probability if all tokens before it are: it ranks drafts but does not predict their speeds.
 
     Args:
       acceptance: this probability.
-      draft: the cost of the draft.
-      costs: the device's costs of steps.
+      plain: the time of a step of plain decoding, in any unit.
+      round_time: returns the time of a round with K draft tokens, in the same unit, such as `DraftCost.round_ms`.
       longest: the largest K.
-      live, batch: as in `StepCosts.step_ms`.
     """
-    plain = DraftCost().round_ms(costs, 0, live, batch)
 
     def speedup(length: int) -> float:
-        return tokens_per_round(acceptance, length) * plain / draft.round_ms(costs, length, live, batch)
+        return tokens_per_round(acceptance, length) * plain / round_time(length)
 
     best = max(range(1, longest + 1), key=speedup)
     return Prediction(speedup(best), best)
@@ -289,9 +293,13 @@ def speedup_table(
       drafts: the costs of drafts, by name.
       batch: as in `StepCosts.step_ms`.
     """
+    plain = DraftCost().round_ms(costs, 0, batch=batch)
+
+    def predicted(rate: float, draft: DraftCost) -> Prediction:
+        return predicted_speedup(rate, plain, lambda length: draft.round_ms(costs, length, batch=batch))
+
     return {
-        name: {f"{rate:g}": predicted_speedup(rate, draft, costs, batch=batch) for rate in ACCEPTANCES}
-        for name, draft in drafts.items()
+        name: {f"{rate:g}": predicted(rate, draft) for rate in ACCEPTANCES} for name, draft in drafts.items()
     }
 
 
