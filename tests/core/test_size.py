@@ -23,7 +23,7 @@ LINES = {
     "console": 880,
     "costs": 250,
     "decoding": 520,
-    "drafting": 1680,
+    "drafting": 1690,
     "engine": 4540,
     "heads": 2390,
     "host": 680,
