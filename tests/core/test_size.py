@@ -28,7 +28,7 @@ LINES = {
     "heads": 2390,
     "host": 680,
     "io": 3430,
-    "measuring": 6410,
+    "measuring": 6380,
     "methods": 1490,
     "model": 1410,
     "serving": 2290,
