@@ -12,14 +12,16 @@ import dataclasses
 import http.client
 import itertools
 import json
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from jaxspec.console import frame
 from jaxspec.console.errors import Failed
@@ -29,8 +31,9 @@ from jaxspec.host.extras import require
 from jaxspec.measuring.bench import prompts as prompt_sets
 from jaxspec.methods import registry
 
-# Tokens of the texts whose first token is timed.
-_SHORT = 2
+ROOT = Path(__file__).parents[1]
+# Tokens of the texts whose first token is timed, and the seconds in which a server must start.
+_SHORT, _START_S = 2, 600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,36 +125,75 @@ def over_http(port: int, prompts: list[list[int]], options: Options) -> Run:
     return Run(1e3 * first_s, tokens, 1e3 * (time.perf_counter() - began))
 
 
-@contextlib.contextmanager
-def served(options: Options) -> Iterator[int]:
-    """Runs `jaxspec serve`, and yields its port."""
-    words = [
-        "--model",
-        options.model,
-        "--method",
-        options.method,
-        "--port",
-        "0",
-        "--max-batch",
-        str(options.streams),
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxspec", "serve", *words], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line.strip())
-            if found := re.search(r" is at http://\S+:(\d+)/v1;", line):
-                break
-        else:
-            raise Failed(f"the server has not started: {' '.join(lines)}")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield int(found[1])
-    finally:
-        process.terminate()
-        process.wait()
+class ServerProcess:
+    """`jaxspec serve` in a process of its own, from its start to the end of the context.
+
+    Args:
+      *options: the options of the command.
+      **environment: further variables of its environment.
+
+    Attributes:
+      url: the address of the API, up to `/v1`.
+      lines: the lines on standard error so far.
+
+    Raises:
+      Failed: the server has not started.
+    """
+
+    def __init__(self, *options: object, **environment: str) -> None:
+        self.lines: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jaxspec", "serve", *map(str, options)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started = threading.Event()
+        self.url = ""
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        if not self._started.wait(_START_S) or not self.url:
+            self._process.kill()
+            raise Failed(f"the server has not started: {' '.join(map(str.strip, self.lines))}")
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line)
+            if found := re.search(r" is at (http://\S+/v1);", line):
+                self.url = found[1]
+                self._started.set()
+        self._started.set()
+
+    @property
+    def port(self) -> int:
+        """The port of the API."""
+        return int(self.url.rpartition(":")[2].partition("/")[0])
+
+    @property
+    def memory_bytes(self) -> int:
+        """The resident memory of the process, on Linux."""
+        text = Path(f"/proc/{self._process.pid}/status").read_text()
+        return 1024 * int(text.partition("VmRSS:")[2].split()[0])
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal."""
+        self._process.send_signal(number)
+
+    def wait(self, timeout: float = 60) -> int:
+        """Waits for the end and the last line; returns the exit status."""
+        status = self._process.wait(timeout)
+        self._listener.join(timeout)
+        return status
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def measured(options: Options) -> dict[str, Any]:
@@ -161,9 +203,10 @@ def measured(options: Options) -> dict[str, Any]:
     texts = itertools.cycle(prompt_sets.sample(2))
     prompts = [lm.encode(text) for text in itertools.islice(texts, options.streams)]
     pairs: list[tuple[Run, Run]] = []
-    with served(options) as port:
+    words = ("--model", options.model, "--method", options.method, "--max-batch", options.streams)
+    with ServerProcess(*words, "--port", 0) as server:
         for repeat in range(options.repeats + 1):
-            pair = in_python(lm, prompts, options), over_http(port, prompts, options)
+            pair = in_python(lm, prompts, options), over_http(server.port, prompts, options)
             if repeat:  # the first compiles
                 pairs.append(pair)
 

@@ -326,7 +326,7 @@ MUTANTS = (
     ),
     Mutant(
         "the server takes a prompt that fills the context",
-        "serving/server/answers.py",
+        "serving/translation.py",
         "if len(ids) + (not request.only_echo) > context:",
         "if len(ids) > context:",
         "app faults",

@@ -111,12 +111,7 @@ def _run_loop(
     marks = start.document_marks(begun.config, start.given_tokenizer(options))
     key = sources.data_key(options.data, documents, begun.words, marks)
     same = run.identity(options, begun, aim, module, key)
-    if resumed:
-        run.refuse_another(directory, begun.config, same)
-    if options.output is not None:
-        outputs.refuse_another(options.output, directory, same)
-    if not resumed:
-        run.forget(directory)
+    run.admit(options, resumed, begun.config, same)
     # Without its tokenizer, a run would fail only at its export.
     with Progress("encoding the data"):
         if not (resumed and (directory / "tokenizer.json").is_file()):

@@ -13,6 +13,7 @@ from jaxspec.host.messages import counted, shown
 from jaxspec.io.hf import config_json
 from jaxspec.io.methods import method_files
 from jaxspec.model.config import LlamaConfig
+from training import outputs
 from training.data.packing import Windows
 from training.data.sources import Kinds
 from training.option_files import plain, to_yaml
@@ -54,25 +55,33 @@ def identity(options: JobOptions, start: Start, aim: Objective, module: str, key
     }
 
 
-def refuse_another(run: Path, config: LlamaConfig | None, wanted: dict[str, Any]) -> None:
-    """Refuses to resume from the checkpoint of another run.
+def admit(options: RunOptions, resumed: bool, config: LlamaConfig | None, wanted: dict[str, Any]) -> None:
+    """Refuses the directories of another run, and deletes the record of a command that failed before it trained.
 
     Args:
-      run: the run directory.
+      options: the run's options.
+      resumed: whether the run continues from a checkpoint.
       config: config of the trained model; None if the run trains something else.
       wanted: the identity of the present run.
 
     Raises:
-      ValueError: the directory's run has another model or identity; runs of earlier versions record only the model.
+      ValueError: the run directory has a run of another model or identity (runs of earlier versions record only the
+        model), or see `training.outputs.refuse_another`.
     """
-    hint = f"give the options it was started with ({run / OPTIONS_FILE}), or another --run"
-    if config is not None and (run / "config.json").is_file() and config_json.read_config(run) != config:
-        raise ValueError(f"{run} holds a run of another model; {hint}")
-    found = read_run(run).get("identity", {}) if (run / RUN_FILE).is_file() else {}
-    changed = [name for name in wanted if name in found and found[name] != wanted[name]]
-    if changed:
-        there, asked = (", ".join(f"`{name}` {one[name]}" for name in changed) for one in (found, wanted))
-        raise ValueError(f"{run} holds a run with {there}; this command has {asked}: {hint}")
+    run = options.run_directory
+    if resumed:
+        hint = f"give the options it was started with ({run / OPTIONS_FILE}), or another --run"
+        if config is not None and (run / "config.json").is_file() and config_json.read_config(run) != config:
+            raise ValueError(f"{run} holds a run of another model; {hint}")
+        found = read_run(run).get("identity", {}) if (run / RUN_FILE).is_file() else {}
+        changed = [name for name in wanted if name in found and found[name] != wanted[name]]
+        if changed:
+            there, asked = (", ".join(f"`{name}` {one[name]}" for name in changed) for one in (found, wanted))
+            raise ValueError(f"{run} holds a run with {there}; this command has {asked}: {hint}")
+    if options.output is not None:
+        outputs.refuse_another(options.output, run, wanted)
+    if not resumed and files.written_here():
+        (run / RUN_FILE).unlink(missing_ok=True)
 
 
 def read_run(run: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
@@ -96,12 +105,6 @@ def read_run(run: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
                 "it and resume the run, which writes it again"
             )
     return record
-
-
-def forget(run: Path) -> None:
-    """Deletes the record of a command that failed before it trained."""
-    if files.written_here():
-        (run / RUN_FILE).unlink(missing_ok=True)
 
 
 def record(

@@ -14,7 +14,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import checkpoint
 from jaxspec.io.embedded import embedded_model, embedded_names
 from jaxspec.measuring.bench.suite import Peer
-from jaxspec.measuring.tuning import fitness_report
+from jaxspec.measuring.tuning import fitness, fitness_report
 from jaxspec.methods import DraftModel, LayerSkip, Method
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -27,6 +27,8 @@ ORACLE = "oracle stop"
 CONSTANTS = (1, 2, 4, 8)
 _SHARES = (8, 4, 2)
 ORACLE_TOKENS = 12
+# By how much the held-out loss may exceed the whole model's, in nats per token over all kinds of work.
+TOLERANCE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +53,18 @@ def cut(bench: Workbench, temperature: float = 0.0) -> Cut:
 
     A method is useful only if it is faster than this model.
     """
-    lm, fitness = bench.lm, bench.fitness
-    if fitness is None:
+    lm, report = bench.lm, bench.fitness
+    if report is None:
         return Cut(
             None,
             {},
             (),
             f"There is no {fitness_report.FITNESS_NAME} beside the model, so its useful depth is unknown.",
         )
-    depth = fitness_report.useful_exit(fitness)
-    if depth is None:
+    loss = fitness.pooled(list(report["kinds"].values()), "loss")
+    near = (layers for layers, nats in enumerate(loss, 1) if nats - loss[-1] <= TOLERANCE)
+    depth = next(near, len(loss))
+    if depth == len(loss):
         return Cut(
             None,
             {},
@@ -76,7 +80,7 @@ def cut(bench: Workbench, temperature: float = 0.0) -> Cut:
         mesh=lm.mesh,
     )
     name = f"plain, cut to {depth} layers"
-    rises = {name: one["loss"][depth - 1] - one["loss"][-1] for name, one in fitness["kinds"].items()}
+    rises = {name: one["loss"][depth - 1] - one["loss"][-1] for name, one in report["kinds"].items()}
     most = max(rises, key=rises.__getitem__)
     note = (
         f"The model cut to {depth} layers has the whole's held-out loss within .02 nats per token, over all kinds "

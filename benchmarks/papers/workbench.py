@@ -17,6 +17,7 @@ from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import FORMAT, Cell, Claim, Report, Row, Table
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress
+from jaxspec.io.methods.method_files import check_model, read_format
 from jaxspec.measuring.bench import prompts, speed
 from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.measuring.bench.comparison import BASELINE
@@ -25,7 +26,8 @@ from jaxspec.measuring.bench.speed import Taken
 from jaxspec.measuring.bench.suite import Peer, Suite, check_tokenizer
 from jaxspec.measuring.bench.suite_options import SuiteOptions
 from jaxspec.measuring.line_log import LineLog
-from jaxspec.measuring.tuning import fitness_report
+from jaxspec.measuring.tuning.fitness_report import FITNESS_NAME
+from jaxspec.measuring.tuning.fitness_report import FORMAT as FITNESS
 from jaxspec.methods import Method
 
 SPLITS: tuple[prompts.Split, ...] = ("tuning", "reporting")
@@ -34,6 +36,20 @@ SPLITS: tuple[prompts.Split, ...] = ("tuning", "reporting")
 def distribution(temperature: float = 0.0) -> dict[str, Any]:
     """Returns the sampling distribution: greedy at temperature 0, otherwise without filters."""
     return {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def fitness_beside(lm: LanguageModel) -> dict[str, Any] | None:
+    """Reads the fitness report in a model's directory; None without a report.
+
+    Raises:
+      ValueError: the file is not a fitness report, or belongs to another model; one line.
+    """
+    path = None if lm.directory is None else lm.directory / FITNESS_NAME
+    if path is None or not path.is_file():
+        return None
+    report = read_format(path, FITNESS, "a report of the fitness test")
+    check_model(path, report.get("model"), lm.fingerprint, "python -m training.export")
+    return report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +190,7 @@ class Workbench:
         self.lm, self.options, self.on_progress = lm, options, on_progress
         self._beside = beside or lm.directory
         # Checked before hours of measurement.
-        self.fitness = fitness_report.beside(lm)
+        self.fitness = fitness_beside(lm)
         self._temporary = None if options.directory is not None else tempfile.TemporaryDirectory()
         self.directory = options.directory or Path(self._temporary.name if self._temporary else "")
         self.directory.mkdir(parents=True, exist_ok=True)

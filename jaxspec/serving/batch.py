@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.engine.requests import batch_of
 from jaxspec.engine.results import Result
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.messages import shown
@@ -26,8 +25,8 @@ from jaxspec.serving.openai import (
     finish_reason,
     request_of,
     scored,
-    usage_of,
 )
+from jaxspec.serving.translation import Prompts, encoded, rows_of, used
 
 if TYPE_CHECKING:
     from jaxspec.engine.drafters import AnyMethod
@@ -64,13 +63,13 @@ class Counts:
 class _Job:
     """A line, and the results of its texts so far: those of the first prompt first.
 
-    `request` is None for a plain record.
+    `request` is None for a plain record, and `prompts` are those of the request.
     """
 
     line: Line
     request: ApiRequest | None = None
     results: list[Result | None] = dataclasses.field(default_factory=list)
-    texts: list[str] = dataclasses.field(default_factory=list)
+    prompts: Prompts = dataclasses.field(default_factory=Prompts)
 
 
 class Batch:
@@ -213,35 +212,19 @@ class Batch:
         request = job.request = request_of(content.get("url", ""), content["body"])
         if request.stream:
             raise BadField("stream is true; a batch has no streams", "stream")
-        if request.only_echo:
-            raise BadField("a batch answers no prompt alone; give max_tokens of at least 1", "max_tokens")
         if request.echo and request.logprobs:
             raise BadField("a batch has no log-probabilities of prompts; leave out echo or logprobs", "echo")
         return self._api(job, request, options)
 
     def _api(self, job: _Job, request: ApiRequest, options: dict[str, Any]) -> list[dict[str, Any]]:
-        options |= request.options
         if request.method is not None:
             options["method"] = registry.make(request.method, request.method_options)
-        variables, context = options.pop("chat_template_kwargs", None), self._lm.config.context_length
-        if request.is_chat:
-            (messages,), _ = batch_of(None, self._with_system(list(request.messages)))
-            prompts = [self._lm.encode(messages, chat_template_kwargs=variables, most_tokens=context)]
-        else:
-            prompts = [
-                self._lm.encode(one, most_tokens=context) if isinstance(one, str) else list(one)
-                for one in request.prompts
-            ]
-            if request.echo:
-                job.texts = [one if isinstance(one, str) else self._decoded(one) for one in request.prompts]
-        requests = []
-        for index, ids in enumerate(prompts):
-            budget = options.get("max_new_tokens")
-            if budget is None:
-                budget = max(1, min(request.default_budget, context - len(ids)))
-            own = options | {"max_new_tokens": budget, "prompt": ids}
-            requests += [own | {"stream": index * request.n + copy} for copy in range(request.n)]
-        return requests
+        messages = self._with_system(list(request.messages))
+        request = dataclasses.replace(request, messages=messages, options={**options, **request.options})
+        if request.only_echo:
+            raise BadField("a batch answers no prompt alone; give max_tokens of at least 1", "max_tokens")
+        job.prompts = encoded(self._lm, request)
+        return rows_of(self._lm, request, job.prompts)
 
     def _record(self, content: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in content.items() if name not in _RECORD}
@@ -273,9 +256,6 @@ class Batch:
         if isinstance(first, Mapping) and first.get("role") == "system":
             return messages
         return [{"role": "system", "content": self._system}, *messages]
-
-    def _decoded(self, ids: Any) -> str:
-        return "" if self._lm.tokenizer is None else self._lm.tokenizer.decode(ids)
 
     def _answer(self, job: _Job, record: dict[str, Any], results: Results) -> None:
         """Appends an answer; its key comes first."""
@@ -327,14 +307,9 @@ class Batch:
                 texts = None if result.new_text is None else result.new_text().by_token()
                 if texts is not None:
                     tokens = scored(texts.push(result.token_records, str(result), last=True), 0)
-            prompt = job.texts[index // request.n] if request.echo else ""
+            prompt = job.prompts.texts[index // request.n] if request.echo else ""
             reason = finish_reason(result.finish_reason)
             parts.append(Part(index, prompt + str(result), tokens, reason))
-        counts = [result.statistics for result in found]
-        usage = usage_of(
-            sum(one.num_prompt_tokens for one in counts[:: request.n]),
-            sum(one.num_tokens for one in counts),
-            sum(one.num_reused_tokens for one in counts[:: request.n]),
-        )
+        usage = used(request, job.prompts, [result.statistics for result in found])
         made = Responses(request, results.key(job.line), int(time.time()), self._lm.name)
         return {"response": {"status_code": 200, "body": made.whole(parts, usage)}}

@@ -61,6 +61,7 @@ LAYERS = (
     "jaxspec.measuring.aot",
     "jaxspec.measuring.commands jaxspec.measuring",
     "jaxspec.serving.openai jaxspec.serving.batch_files",
+    "jaxspec.serving.translation",
     "jaxspec.serving.batch jaxspec.serving.ray jaxspec.serving.lm_eval",
     "jaxspec.serving.server",
     "jaxspec.serving.commands jaxspec.serving",

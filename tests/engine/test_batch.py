@@ -164,6 +164,7 @@ BAD = [
     ),
     ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "no streams"),
     ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": ["a", "b" * 600]}}, "context"),
+    ({"url": "/v1/completions", "body": {"prompt": [99]}}, "prompt has the token id 99"),
     ({"prompt": "ab", "method": {"name": "ngram"}}, "give its name, and its options as fields"),
     ({"prompt": "ab", "method": "auto", "among": 3}, "among is 3; give a text or several"),
     ({"prompt": "ab", "method": "hybrid", "first": []}, "first is []; give a text"),

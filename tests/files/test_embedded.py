@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import jaxspec
+from benchmarks.papers.workbench import fitness_beside
 from jaxspec.host.files import read_json
 from jaxspec.io import embedded
 from jaxspec.measuring.bench import prompts
-from jaxspec.measuring.tuning import fitness_report
 from training.data import tasks
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def target(request):
 
 
 def test_a_target_passes_the_gate_but_for_the_check_that_its_readers_are_told_of(target):
-    fitness = fitness_report.beside(target)  # which refuses a report of other weights
+    fitness = fitness_beside(target)  # which refuses a report of other weights
     assert fitness is not None
     failed = [check["name"] for check in fitness["checks"] if not check["passed"]]
     assert failed == ["loss on answers falls from 9 to 12 layers"]

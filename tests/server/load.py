@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.server.process import ServerProcess
+from benchmarks.server import ServerProcess
 
 # The share of each kind of request, in percent.
 KINDS = {
@@ -318,7 +318,8 @@ def run(options: Options) -> Report:
 
         def start(port: int) -> ServerProcess:
             limits = ("--max-batch", options.max_batch, "--max-queue", 32)
-            return ServerProcess("--model", given, "--port", port, *limits, JAXSPEC_CACHE=f"{folder}/cache")
+            environment = {"JAX_PLATFORMS": "cpu", "JAXSPEC_CACHE": f"{folder}/cache"}
+            return ServerProcess("--model", given, "--port", port, *limits, **environment)
 
         async def inside() -> Report:
             return await Load(options, start).run()

@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
+from benchmarks.server import ServerProcess
 from tests.commands import called, one_error
 from tests.server import load
-from tests.server.process import ServerProcess
 
 openai = pytest.importorskip("openai")
 
@@ -33,7 +33,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
         "--prefix-cache",
         "16MB",
     )
-    with ServerProcess(*options, JAXSPEC_API_KEY="secret") as server:
+    with ServerProcess(*options, JAXSPEC_API_KEY="secret", JAX_PLATFORMS="cpu") as server:
         stranger = openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0)
         with stranger, pytest.raises(openai.AuthenticationError):
             stranger.models.list()

@@ -17,6 +17,7 @@ from jaxspec.measuring.tuning import fitness_report as bench
 from jaxspec.measuring.tuning.fitness import Check, Exits, Gate, Texts
 from jaxspec.testing import reference
 from tests import tiny
+from training.reports import card
 
 CONFIG = tiny.engine_config(tiny.DEEP)
 
@@ -164,7 +165,7 @@ def test_idle_layers_are_found_in_a_whole_model(params):
     assert not report["passed"]
     failed = {check["name"] for check in report["checks"] if not check["passed"]}
     assert "write RMS, first and last third" in failed
-    shown = "\n".join(bench.markdown(report))
+    shown = "\n".join(card.fitness_lines(report))
     assert "**failed**" in shown
     assert "| text |" in shown
 
@@ -180,7 +181,7 @@ def test_texts_too_short_to_be_continued_are_no_error_but_do_not_pass(params):
         assert report["repeated"] is None
         (check,) = [one for one in report["checks"] if one["name"] == "repeated 8-grams"]
         assert not check["passed"]
-        assert "| repeated 8-grams | - |" in "\n".join(bench.markdown(report))
+        assert "| repeated 8-grams | - |" in "\n".join(card.fitness_lines(report))
 
 
 @dataclasses.dataclass

@@ -250,12 +250,7 @@ def _run_loop(
             if name in kind.options
         },
     }
-    if resumed:
-        run.refuse_another(directory, None, same)
-    assert options.output is not None
-    outputs.refuse_another(options.output, directory, same)
-    if not resumed:
-        run.forget(directory)
+    run.admit(options, resumed, None, same)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     tokens = None if part is None else len(part)
     console.print(run.record(options, same, size, windows, held_out, documents[0], typed, draft_vocab=tokens))

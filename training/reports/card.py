@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jaxspec.measuring.bench import prompts
-from jaxspec.measuring.tuning import fitness_report as fitness_bench
 from jaxspec.measuring.tuning.fitness import Texts
+from jaxspec.measuring.tuning.fitness_report import by_exit
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
@@ -148,7 +148,7 @@ def write(
         "",
         "## Does it need its depth?",
         "",
-        *fitness_bench.markdown(fitness),
+        *fitness_lines(fitness),
         "",
         "## Samples",
         "",
@@ -158,6 +158,22 @@ def write(
         for index, text in enumerate(drawn):
             lines += [f"*{'greedy' if index == 0 else f'temperature {TEMPERATURE}'}*", "", *_quoted(text), ""]
     return "\n".join(lines)
+
+
+def fitness_lines(report: Mapping[str, Any]) -> list[str]:
+    """Returns a report of the fitness test as Markdown: the figures by exit and kind of work, then the gate."""
+    layers, cells = by_exit(report)
+    lines = [
+        f"| by exit after {', '.join(map(str, layers))} layers | loss | agreement | confidence | answers right |",
+        "|---|---|---|---|---|",
+        *(f"| {kind} | " + " | ".join(row.values()) + " |" for kind, row in cells.items()),
+        *("", "| gate | found | wanted | |", "|---|---|---|---|"),
+    ]
+    for check in report["checks"]:
+        value = "-" if check["value"] is None else f"{check['value']:.3f}"
+        passed = "passed" if check["passed"] else "**failed**"
+        lines.append(f"| {check['name']} | {value} | {check['wanted']} | {passed} |")
+    return lines
 
 
 def _kinds_table(record: Mapping[str, Any], measured: Mapping[str, float]) -> list[str]:

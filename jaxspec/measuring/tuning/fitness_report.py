@@ -13,9 +13,8 @@ import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.files import read_text
-from jaxspec.io.methods.method_files import check_model, read_format
 from jaxspec.measuring.tuning import fitness
-from jaxspec.measuring.tuning.fitness import Check, Exits, Gate, Texts
+from jaxspec.measuring.tuning.fitness import Exits, Gate, Texts
 
 FORMAT = "jaxspec.fitness/1"
 # Name of the report file in a model directory.
@@ -76,36 +75,6 @@ def measure(
     return report
 
 
-def beside(lm: LanguageModel) -> dict[str, Any] | None:
-    """Reads the fitness report in a model's directory; None without one.
-
-    Raises:
-      ValueError: the file is not a fitness report, or belongs to another model; one line.
-    """
-    path = None if lm.directory is None else lm.directory / FITNESS_NAME
-    if path is None or not path.is_file():
-        return None
-    report = read_format(path, FORMAT, "a report of the fitness test")
-    check_model(path, report.get("model"), lm.fingerprint, "python -m training.export")
-    return report
-
-
-def useful_exit(report: Mapping[str, Any], within: float = 0.02) -> int | None:
-    """The first exit whose held-out loss exceeds the whole model's by at most `within`.
-
-    Args:
-      report: a report of the fitness test.
-      within: tolerance in nats per token, over all kinds of work.
-
-    Returns:
-      The exit, in layers; None if every layer is needed.
-    """
-    loss = fitness.pooled(list(report["kinds"].values()), "loss")
-    near = (layers for layers, nats in enumerate(loss, 1) if nats - loss[-1] <= within)
-    found = next(near, len(loss))
-    return found if found < len(loss) else None
-
-
 def read_exits(lm: LanguageModel, texts: Texts) -> Exits:
     """The predictions of each exit at each position of the texts, as NumPy arrays; runs `ROWS` rows at a time."""
     run = jax.jit(functools.partial(fitness.by_exit, lm.config))
@@ -152,21 +121,3 @@ def by_exit(report: Mapping[str, Any]) -> tuple[list[int], dict[str, dict[str, s
         for kind, figures in report["kinds"].items()
     }
     return layers, cells
-
-
-def markdown(report: Mapping[str, Any]) -> list[str]:
-    """The report as lines of Markdown: the figures by exit and kind of work, then the gate."""
-    layers, cells = by_exit(report)
-    shown = ", ".join(map(str, layers))
-    lines = [
-        f"| by exit after {shown} layers | loss | agreement | confidence | answers right |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [f"| {kind} | " + " | ".join(row.values()) + " |" for kind, row in cells.items()]
-    lines += ["", "| gate | found | wanted | |", "|---|---|---|---|"]
-    for check in (Check(**one) for one in report["checks"]):
-        value = "-" if check.value is None else f"{check.value:.3f}"
-        lines.append(
-            f"| {check.name} | {value} | {check.wanted} | {'passed' if check.passed else '**failed**'} |"
-        )
-    return lines

@@ -1,4 +1,4 @@
-"""From a request of the API to the arguments of the scheduler, and from pieces to the parts of a response."""
+"""The method of a request, and from pieces to the parts of a response."""
 
 from __future__ import annotations
 
@@ -9,139 +9,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.requests import batch_of
 from jaxspec.engine.results import Score
 from jaxspec.engine.text import TokenTexts
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
 from jaxspec.methods import Method, registry
-from jaxspec.serving.openai import (
-    COMPLETIONS,
-    ApiRequest,
-    BadField,
-    Part,
-    TokenScore,
-    finish_reason,
-    scored,
-    usage_of,
-)
+from jaxspec.serving.openai import ApiRequest, BadField, Part, TokenScore, finish_reason, scored
 from jaxspec.serving.server.engine_thread import Job, News, Unavailable
+from jaxspec.serving.translation import Prompts, used
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-    """The prompts of a request.
-
-    Attributes:
-      ids: the token ids of each.
-      texts: the text of each, for `echo`.
-    """
-
-    ids: Sequence[Sequence[int]]
-    texts: Sequence[str]
-
-
-def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
-    """Returns the prompts of a request.
-
-    Raises:
-      ValueError: a text cannot be encoded, a message or token id is wrong, or there is no chat template.
-    """
-    assert lm.tokenizer is not None
-    if request.is_chat:
-        if not lm.tokenizer.has_chat_template:
-            raise BadField(
-                f"{lm.name} has no chat template; send a prompt to {COMPLETIONS}, or start jaxspec serve with "
-                "--chat-template",
-                "messages",
-            )
-        (messages,), _ = batch_of(None, list(request.messages))
-        variables = request.options.get("chat_template_kwargs")
-        ids = lm.encode(messages, chat_template_kwargs=variables, most_tokens=lm.config.context_length)
-        return Prompts([ids], [""])
-    found, texts = [], []
-    for prompt in request.prompts:
-        if isinstance(prompt, str):
-            found.append(lm.encode(prompt, most_tokens=lm.config.context_length))
-            texts.append(prompt)
-        else:
-            found.append(checked_ids(lm, "prompt", prompt))
-            if request.echo:
-                _check_length(lm, request, prompt)
-            texts.append(lm.tokenizer.decode(prompt) if request.echo else "")
-    return Prompts(found, texts)
-
-
-def checked_ids(lm: LanguageModel, name: str, ids: Any) -> list[int]:
-    """Returns the token ids of the field `name` of a request.
-
-    Raises:
-      BadField: they are no list of token ids, or one is outside the vocabulary.
-    """
-    largest = lm.config.vocab_size - 1
-    if not isinstance(ids, list):
-        raise BadField(f"{name} is {shown(ids)}; give a list of token ids", name)
-    for one in ids:
-        if type(one) is not int or not 0 <= one <= largest:
-            raise BadField(
-                f"{name} has the token id {shown(one)}; ids are whole numbers from 0 to {largest}", name
-            )
-    return ids
-
-
-def rows_of(
-    lm: LanguageModel,
-    request: ApiRequest,
-    prompts: Prompts,
-    method: Method,
-    seed: int,
-    allowed: Sequence[Method] | None = None,
-) -> list[dict[str, Any]]:
-    """Returns the arguments of `Scheduler.add` for each text to generate: the `n` texts of a prompt beside each other.
-
-    Args:
-      lm: the model.
-      request: the request.
-      prompts: from `encoded`.
-      method: the method of requests that name none.
-      seed: the seed of requests that give none.
-      allowed: the methods, with their options, that a request may name beside `method`; None for all.
-
-    Raises:
-      BadField: a prompt is empty or too long, the method or an option of it does not exist or is not allowed, or an
-        option names a file.
-    """
-    options = {name: value for name, value in request.options.items() if name != "chat_template_kwargs"}
-    options |= {"method": _method(request, method, allowed), "seed": options.get("seed", seed)}
-    rows = []
-    for index, ids in enumerate(prompts.ids):
-        _check_length(lm, request, ids)
-        if request.only_echo:
-            continue
-        budget = min(request.default_budget, lm.config.context_length - len(ids))
-        rows += [
-            {"max_new_tokens": budget, **options, "prompt": list(ids), "stream": index * request.n + copy}
-            for copy in range(request.n)
-        ]
-    return rows
-
-
-def _check_length(lm: LanguageModel, request: ApiRequest, ids: Sequence[int]) -> None:
-    context = lm.config.context_length
-    if not ids:
-        raise BadField("the prompt is empty; give at least one token", "prompt")
-    if len(ids) + (not request.only_echo) > context:
-        raise BadField(
-            f"the prompt has {len(ids)} tokens, the model's context is {context}; shorten it",
-            "messages" if request.is_chat else "prompt",
-        )
-
-
-def _method(request: ApiRequest, default: Method, allowed: Sequence[Method] | None) -> Method:
+def method_of(request: ApiRequest, default: Method, allowed: Sequence[Method] | None = None) -> Method:
     """Returns the method of a request.
 
     An allowed method has the operator's options; a request may repeat them. Where all methods are allowed, the options
     of a request may not open files of the server.
+
+    Args:
+      request: the request.
+      default: the method of requests that name none.
+      allowed: the methods, with their options, that a request may name beside `default`; None for all.
+
+    Raises:
+      BadField: the method or an option of it does not exist or is not allowed, or an option names a file.
     """
     if request.method is None:
         return default
@@ -284,9 +174,4 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Returns the usage; each prompt counts once."""
         pieces = [timing.piece for timing in self._job.timings]
-        counts = [piece.statistics for piece in pieces if piece is not None]
-        return usage_of(
-            sum(map(len, self._prompts.ids)),
-            sum(one.num_tokens for one in counts),
-            sum(one.num_reused_tokens for one in counts[:: self._request.n]),
-        )
+        return used(self._request, self._prompts, [piece.statistics for piece in pieces if piece is not None])

@@ -32,11 +32,12 @@ from jaxspec.host.messages import shown
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method
 from jaxspec.serving.openai import CHAT, COMPLETIONS, ApiRequest, BadField, Responses, request_of
-from jaxspec.serving.server.answers import Answer, checked_ids, encoded, rows_of
+from jaxspec.serving.server.answers import Answer, method_of
 from jaxspec.serving.server.engine_thread import EngineThread
 from jaxspec.serving.server.metrics import Metrics
 from jaxspec.serving.server.refusals import EXPECTED, Refused, refused
 from jaxspec.serving.server.responding import Exchange
+from jaxspec.serving.translation import Prompts, checked_ids, encoded, rows_of
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 4 * 2**20
@@ -223,9 +224,9 @@ class Api:
             async with asyncio.timeout_at(deadline):
                 api = await asyncio.to_thread(request_of, url, await self._body(request))
                 self._check(api)
-                prompts = await self._in_thread(encoded, self._lm, api)
-                method, allowed = self._settings.method, self._settings.allowed
-                rows = rows_of(self._lm, api, prompts, method, secrets.randbits(32), allowed)
+                prompts = await self._in_thread(self._encoded, api)
+                method = method_of(api, self._settings.method, self._settings.allowed)
+                rows = rows_of(self._lm, api, prompts, method=method, seed=secrets.randbits(32))
                 if flag("exact", api.options.get("exact", False)):
                     await asyncio.wrap_future(self._checks.submit(self._lm.check_exact))
                 job = self._engine.submit(rows, prompts.ids if api.echo and api.logprobs else ())
@@ -249,8 +250,17 @@ class Api:
             said = f"model is {shown(name)}; this server has {shown(self._lm.name)}"
             raise Refused(404, said, "model", "model_not_found")
 
+    def _encoded(self, api: ApiRequest) -> Prompts:
+        if api.is_chat and not self._tokenizer.has_chat_template:
+            raise BadField(
+                f"{self._lm.name} has no chat template; send a prompt to {COMPLETIONS}, or start jaxspec serve with "
+                "--chat-template",
+                "messages",
+            )
+        return encoded(self._lm, api)
+
     def _token_ids(self, api: ApiRequest, special: bool) -> list[int]:
-        ids = list(encoded(self._lm, api).ids[0])
+        ids = list(self._encoded(api).ids[0])
         added = self._tokenizer.encode("")
         return ids if special or ids[: len(added)] != added else ids[len(added) :]
 
