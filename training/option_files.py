@@ -74,7 +74,7 @@ def _refuse_empty(words: Sequence[str]) -> None:
 
 
 def _collected(words: list[str], option: str) -> list[str]:
-    """Collects the values of a repeated option behind one; tyro would use only the last ones."""
+    """Collects the values of a repeated option behind its first name; the parser would use only the last ones."""
     others: list[str] = []
     values: list[str] = []
     ours = False

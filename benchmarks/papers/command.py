@@ -8,9 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import tyro
+from typing import TYPE_CHECKING, Annotated, Any
 
 from benchmarks.papers import TAKES, PaperName, find
 from benchmarks.papers.options import PaperOptions, TargetOptions
@@ -19,6 +17,7 @@ from jaxspec.cli.methods import parse_run
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console import frame
 from jaxspec.console.output import check_directory
+from jaxspec.console.parsing import Positional
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
@@ -55,7 +54,7 @@ class Papers:
       json: print one JSON object and nothing else.
     """
 
-    paper: tyro.conf.Positional[PaperName]
+    paper: Annotated[PaperName, Positional]
     prompt_file: tuple[str, ...] = ()
     draft: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR|ID"})
     runs: tuple[str, ...] = dataclasses.field(

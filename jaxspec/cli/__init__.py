@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec.console import distributed
 from jaxspec.console.environment import defer_linen
-from jaxspec.console.errors import Guard, option_names
+from jaxspec.console.errors import Guard
 from jaxspec.host import stages
 from jaxspec.host.stages import stage
 
@@ -95,21 +95,20 @@ def _run(arguments: list[str], guard: Guard) -> int:
 
 def _parsed(arguments: list[str], guard: Guard) -> Any:
     """Returns the command that the arguments name, with its options; only its own modules are imported."""
-    from jaxspec.cli.methods import names, with_options
-    from jaxspec.console.parsing import parse
+    from jaxspec.cli.methods import names
+    from jaxspec.console.parsing import option_names, parse_as, without_command
+    from jaxspec.methods import registry
 
-    arguments = arguments or ["--help"]
-    named = [arguments[0]] if arguments[0] in _COMMANDS else _COMMANDS
-    commands = {name: getattr(import_module(_COMMANDS[name][0]), name.capitalize()) for name in named}
-    reads = _COMMANDS.get(arguments[0], ("", ""))[1]
-    if reads == "method":
-        commands[arguments[0]] = with_options(commands[arguments[0]], arguments[1:])
-    try:
-        command = parse(commands, arguments, DESCRIPTION)
-    finally:
-        if arguments in (["--help"], ["-h"]):
-            print(ENVIRONMENT)
-    guard.options = option_names(type(command))
-    if reads:
-        guard.options = names() | guard.options
-    return command
+    name = arguments[0] if arguments else "--help"
+    named = [name] if name in _COMMANDS else _COMMANDS
+    commands = {each: getattr(import_module(_COMMANDS[each][0]), each.capitalize()) for each in named}
+    if name not in _COMMANDS:
+        try:
+            without_command("jaxspec", name, DESCRIPTION, commands)
+        finally:
+            if name in ("-h", "--help"):
+                print(ENVIRONMENT)
+    reads = _COMMANDS[name][1]
+    guard.options = lambda: (names() if reads else {}) | option_names(commands[name])
+    kinds = registry if reads == "method" else None
+    return parse_as(commands[name], arguments[1:], f"jaxspec {name}", kinds=kinds)

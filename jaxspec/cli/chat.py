@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxspec.cli.generate import coloured
-from jaxspec.cli.methods import made, method_field, names, parse_method
+from jaxspec.cli.methods import method_field, names, parse_method
 from jaxspec.cli.options import AnswerOptions
 from jaxspec.console.errors import in_options, one_line
 from jaxspec.console.interrupts import Interruptible
@@ -47,7 +47,7 @@ class Chat(AnswerOptions):
 
     def run(self) -> int:
         """Chats; returns the exit status."""
-        method = made(self.method, self.drafting)
+        method = self.drafting
         self.check_texts()
         with Progress() as progress:
             progress("loading the model")

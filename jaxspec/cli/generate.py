@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli.methods import made, method_field
+from jaxspec.cli.methods import method_field
 from jaxspec.cli.options import TextOptions
 from jaxspec.console import interrupts
 from jaxspec.console.status import INTERRUPTED
@@ -45,7 +45,7 @@ class Generate(TextOptions):
 
     def run(self) -> int:
         """Generates; returns the exit status."""
-        method = made(self.method, self.drafting)
+        method = self.drafting
         prompt = self.read_prompt()
         with Progress() as progress:
             progress("loading the model")

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional
-
 from jaxspec.cli.methods import made_of, usual_methods
 from jaxspec.console.distributed import ProcessOptions
+from jaxspec.console.parsing import Positional
 from jaxspec.host.messages import shown
 from jaxspec.host.stages import stage
 from jaxspec.io.tokenizers import chat

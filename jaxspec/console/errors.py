@@ -5,7 +5,6 @@ A warning also becomes one line on standard error while a command runs.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import re
@@ -23,6 +22,9 @@ from jaxspec.host.extras import MissingExtra
 from jaxspec.host.files import is_full, named_errors
 from jaxspec.host.messages import fitted
 
+# Before a name that is no part of a path, of a text in quotation marks or of a longer name.
+_ALONE = r"(?<![\w./\\'\"`,-])"
+
 
 class Failed(RuntimeError):
     """A command failed although its input was valid: exit status 1, and a message without the name of this type."""
@@ -36,13 +38,14 @@ class Guard:
       options: see the attribute.
 
     Attributes:
-      options: option by parameter, for `in_options`. It may be set after construction, once the command has been read.
+      options: returns option by parameter, for `in_options`. It may be set after construction, once the command has
+        been read.
     """
 
-    def __init__(self, prog: str, options: Mapping[str, str] | None = None) -> None:
+    def __init__(self, prog: str, options: Callable[[], Mapping[str, str]] = dict) -> None:
         self._prog = prog
         self._told_full = False
-        self.options: Mapping[str, str] = options or {}
+        self.options = options
 
     def __call__(self, run: Callable[[], int]) -> int:
         """Runs `run`, which returns its exit status.
@@ -85,7 +88,7 @@ class Guard:
         except BaseException as error:  # a panic of a library in Rust is not an Exception
             if os.environ.get("JAXSPEC_DEBUG"):
                 raise
-            said = in_options(one_line(error), self.options)
+            said = in_options(one_line(error), self.options())
             if is_full(error):
                 return self._say(f"error: {said}; make room and give the same command again", FAILED)
             if isinstance(error, (ValueError, OSError)):
@@ -101,7 +104,7 @@ class Guard:
             self._told_full = True
         text = " ".join(str(message).split())
         with progress.hidden():
-            print(fitted(f"{self._prog}: warning: {in_options(text, self.options)}"), file=sys.stderr)
+            print(fitted(f"{self._prog}: warning: {in_options(text, self.options())}"), file=sys.stderr)
 
     def _say(self, what: str, status: int) -> int:
         complain(f"{self._prog}: {what}")
@@ -113,18 +116,6 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def option_names(command: type) -> dict[str, str]:
-    """Returns option by parameter, such as max_new_tokens: --max-new-tokens, of a dataclass and those nested in it."""
-    found: dict[str, str] = {}
-    hints = typing.get_type_hints(command)
-    for field in dataclasses.fields(command):
-        if dataclasses.is_dataclass(hints[field.name]):
-            found |= option_names(typing.cast(type, hints[field.name]))
-        else:
-            found[field.name] = field.metadata.get("option", "--" + field.name.replace("_", "-"))
-    return found
 
 
 def in_options(message: str, options: Mapping[str, str]) -> str:
@@ -141,19 +132,23 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
     if not options:
         return message
     name = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
-    long = "|".join(sorted((re.escape(one) for one in options if "_" in one), key=len, reverse=True))
-    alone = r"(?<![\w./\\'\"`,-])"
+    long = (
+        "|".join(sorted((re.escape(one) for one in options if "_" in one), key=len, reverse=True)) or "(?!)"
+    )
+    forms = (
+        rf"`(?P<quoted>{name})`",
+        rf"{_ALONE}(?P<set>{name})=(?P<value>'[^']*'|[^\s,;:)]+)",
+        rf"\A(?P<first>{name})(?= is )",
+        rf"{_ALONE}(?P<long>{long})(?![\w./\\'\"`=])",
+    )
 
-    def given(match: re.Match[str]) -> str:
-        option, value = options[match[1]], match[2]
-        if value in ("True", "False"):
-            return option if value == "True" else option.replace("--", "--no-", 1)
-        return f"{option} {value.strip(chr(39))}"
+    def option(match: re.Match[str]) -> str:
+        found, value = (
+            options[next(filter(None, match.group("quoted", "set", "first", "long")))],
+            match["value"],
+        )
+        if value is None or value == "True":
+            return found
+        return found.replace("--", "--no-", 1) if value == "False" else f"{found} {value.strip(chr(39))}"
 
-    def named(match: re.Match[str]) -> str:
-        return options[match[1]]
-
-    message = re.sub(f"`({name})`", named, message)
-    message = re.sub(rf"{alone}({name})=('[^']*'|[^\s,;:)]+)", given, message)
-    message = re.sub(rf"\A({name})(?= is )", named, message)
-    return re.sub(rf"{alone}({long})(?![\w./\\'\"`=])", named, message) if long else message
+    return re.sub("|".join(forms), option, message)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxspec.console.errors import Guard, option_names
-from jaxspec.console.parsing import parse_as
+from jaxspec.console.errors import Guard
+from jaxspec.console.parsing import option_names, parse_as
 
 Options = TypeVar("Options")
 # Reads the options of a dataclass from words, for a program of this name; `jaxspec.console.parsing.parse_as` does.
@@ -36,5 +36,5 @@ def run(
       the exit status, see `jaxspec.console.errors.Guard`.
     """
     given = sys.argv[1:] if argv is None else argv
-    guard = Guard(module, dict(names or {}) | option_names(options))
+    guard = Guard(module, lambda: dict(names or {}) | option_names(options))
     return guard(lambda: work(read(options, given, f"python -m {module}")) or 0)

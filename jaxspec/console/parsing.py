@@ -1,52 +1,18 @@
-"""Makes a command line from frozen dataclasses: options from fields, help from docstrings, errors of one line."""
+"""Reads a command line as frozen dataclasses: options from fields, help from docstrings, errors of one line."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import inspect
-import io
-import itertools
 import re
-import types
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Protocol
 
-import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from jaxspec.console.errors import in_options
+from jaxspec.host.messages import nearest, shown
 
-from jaxspec.console.docs import attribute_docs, description_of
-from jaxspec.console.errors import in_options, option_names
-from jaxspec.host.messages import nearest
-from jaxspec.io.embedded import EMBEDDED
-
-# Names of values in the help, by the type and the name of an option. `_BY_TYPE` is for the other options of a type.
-_METAVARS: dict[type, dict[str, str]] = {
-    int: {"every": "M"},
-    float: {},
-    str: {
-        "prompt": "[PROMPT]",
-        "prompts": "[PROMPT ...]",
-        "src": "SRC",
-        "dst": "DST",
-        "prompt_file": "FILE",
-        "chat_template": "FILE",
-        "output": "DIR",
-        "model": "DIR|ID",
-        "shape": "NAME",
-        "methods": "A,B,C",
-    },
-}
-_BY_TYPE = {int: "N", float: "X", str: "TEXT"}
 # Our option for the names of other tools.
 _ELSEWHERE = {
     "--temp": "--temperature",
@@ -58,293 +24,360 @@ _ELSEWHERE = {
 }
 # Their options for the text, which is an argument here.
 _PROMPTS = ("-p", "--prompt")
-# Defaults to show for options whose dataclass has None, because the code that reads them replaces None.
-_DEFAULTS = {"model": EMBEDDED}
+_HELP = ("-h", "--help")
+_IS_OPTION = re.compile("--$|--?[A-Za-z]")
+_MISSING: Any = dataclasses.MISSING
+_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
-class RefusedValue(Exception):
-    """One of several values of an option is invalid. tyro hides the message of a ValueError in this case."""
+class Positional:
+    """In the `Annotated` type of a field: an argument, which has no name."""
 
 
-def parse(commands: dict[str, type], argv: Sequence[str], description: str) -> Any:
-    """Parses the arguments of the program `jaxspec`, and returns an instance of the dataclass of a command.
+class Text(NamedTuple):
+    """In the `Annotated` type of a field: how a word becomes a value.
+
+    Attributes:
+      metavar: the name of the value in the help.
+      read: returns the value, given the name of the option and the word; raises ValueError.
+    """
+
+    metavar: str
+    read: Callable[[str, str], Any]
+
+
+class Option(NamedTuple):
+    """A field of a dataclass as an option or argument.
+
+    Attributes:
+      section: the names of the fields that lead to the dataclass; () for the outermost.
+      field: the field. Its metadata may contain `option`, another name than the field's; `aliases`, additional names;
+        `metavar`, the name of the value; and `details`, text that follows the description.
+      name: such as --max-new-tokens; of an argument, such as PROMPT.
+      type: of the value, or of each value of several.
+      default: `dataclasses.MISSING` if the option is required.
+      optional: whether None is a value.
+      repeated: whether the option has several values.
+      width: the number of words of a value.
+      notes: of the type.
+    """
+
+    section: tuple[str, ...]
+    field: dataclasses.Field[Any]
+    name: str
+    type: Any
+    default: Any
+    optional: bool
+    repeated: bool
+    width: int
+    notes: tuple[Any, ...]
+
+
+class Options(NamedTuple):
+    """The options in dataclasses.
+
+    Attributes:
+      sections: the class and the default of each section; outer ones come first.
+      by_field: option by the name of its field.
+      by_name: option by each of its names, and the value of a flag of this name, else None.
+    """
+
+    sections: dict[tuple[str, ...], tuple[type, Any]]
+    by_field: dict[str, Option]
+    by_name: dict[str, tuple[Option, bool | None]]
+
+
+class Words(NamedTuple):
+    """The words of a command line.
+
+    Attributes:
+      given: the words of each option, by the name of its field; True and False for a flag.
+      rest: the words that belong to no option.
+      unknown: the names of options that do not exist.
+      problems: the errors of options with too few or too many values.
+    """
+
+    given: dict[str, list[Any]]
+    rest: list[str]
+    unknown: list[str]
+    problems: list[str]
+
+
+@dataclasses.dataclass
+class _Help:
+    """The option of every program.
+
+    Attributes:
+      help: show this message and exit.
+    """
+
+    help: bool = dataclasses.field(default=False, metadata={"aliases": ("-h",)})
+
+
+class Kinds(Protocol):
+    """The methods, for `parse_as`: the module `jaxspec.methods.registry`."""
+
+    def available(self) -> tuple[Mapping[str, Any], list[str]]:
+        """Returns all methods by name, and problems."""
+
+    def chosen(self, name: str, given: Mapping[str, Sequence[Any]]) -> Sequence[Any]:
+        """Returns the method `name` and its parts, for the words of options; raises ValueError."""
+
+
+def without_command(prog: str, name: str, description: str, commands: Mapping[str, type]) -> NoReturn:
+    """Prints the help of a program with commands, or raises the error of a name that is no command.
 
     Args:
-      commands: the dataclasses by the name of the command. The docstring of a dataclass is the help of its command.
-      argv: the arguments, without the name of the program.
-      description: the description of the program in its help.
+      prog: the name of the program.
+      name: the first argument.
+      description: the description in the help.
+      commands: the dataclass of each command by name.
 
     Raises:
       SystemExit: after the help was printed, for --help.
-      ValueError: the arguments are invalid; one line.
+      ValueError: there is no such command; one line.
     """
-    name = argv[0] if argv else ""
-    if name in commands:
-        return parse_as(commands[name], argv[1:], f"jaxspec {name}")
-    if name and not name.startswith("-"):
-        raise ValueError(f"unknown command {name!r}; the commands are {', '.join(commands)}")
-    union: Any = None
-    for name, command in commands.items():
-        summary = (command.__doc__ or "").partition("\n")[0]
-        member: Any = Annotated[command, tyro.conf.subcommand(name, description=summary)]
-        union = member if union is None else union | member
-    return parse_as(union, argv, "jaxspec", description)
+    if name in _HELP:
+        from jaxspec.console.help import program_help
+
+        print(program_help(prog, description, commands))
+        raise SystemExit(0)
+    if name.startswith("-"):
+        raise ValueError(f"{_unknown([name], _HELP)}; see {prog} --help")
+    raise ValueError(f"unknown command {name!r}; the commands are {', '.join(commands)}")
 
 
 def parse_as(
-    target: Any, argv: Sequence[str], prog: str, description: str | None = None, changeable: bool = False
+    target: type,
+    argv: Sequence[str],
+    prog: str,
+    description: str | None = None,
+    changeable: bool = False,
+    kinds: Kinds | None = None,
 ) -> Any:
-    """Parses `argv` as an instance of `target`, a dataclass or a union of dataclasses.
+    """Parses `argv` as an instance of `target`.
 
     Args:
-      target: a dataclass, or a union of dataclasses.
+      target: a dataclass.
       argv: the arguments, without the name of the program.
       prog: the name of the program in help and errors.
       description: the description in the help; by default the docstring of `target`.
-      changeable: whether later arguments replace earlier ones, such as those of a file. The last value of an option
-        counts, --no-plot resets --plot, and the value None resets an option.
+      changeable: whether later arguments replace earlier ones, such as those of a file. All values of an option then
+        follow one name, --no-plot resets --plot, and the value None resets an option.
+      kinds: the methods, for a dataclass with the fields `method`, a name, and `drafting`. The options of the method
+        and of its parts are read too, and `drafting` becomes the method.
 
     Raises:
       SystemExit: after the help was printed, for --help.
       ValueError: the arguments are invalid; one line.
     """
-    markers: tuple[Any, ...] = (tyro.conf.OmitArgPrefixes,)
-    if not changeable:
-        markers += (tyro.conf.OmitSubcommandPrefixes, tyro.conf.UseAppendAction)
-    complaint = io.StringIO()
+    own, of_all, of_method, general = (Options({}, {}, {}) for _ in range(4))
+    collect(_Help, general, False)
+    collect(target, own, changeable)
+    for kind in kinds.available()[0].values() if kinds else ():
+        collect(kind, of_all, changeable)
+    words = _words(argv, own.by_field.values(), of_all.by_name | own.by_name | general.by_name, changeable)
+    given, asks_help = words.given, words.given.pop("help", None)
+    others = {name: given.pop(name) for name in list(given) if name not in own.by_field}
+    chosen: Sequence[Any] = ()
+    if kinds and ("method" in given or not asks_help):
+        chosen = kinds.chosen((given.get("method") or [own.by_field["method"].default])[-1], others)
+    for kind in chosen:
+        collect(kind, of_method, changeable, (kind.__name__,))
+    if asks_help:
+        from jaxspec.console.help import command_help
+
+        print(command_help(prog, description, (own, of_method, general), changeable))
+        raise SystemExit(0)
     try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                target,
-                prog=prog,
-                description=description,
-                args=list(argv),
-                config=markers,
-                registry=_registry(changeable),
-            )
-    except RefusedValue as error:
-        said = f"{error}; see {prog} --help"
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        said = f"{_one_line(complaint.getvalue(), argv, _known(target, changeable))}; see {prog} --help"
-    # A dataclass that rejects a value names the field, not the option.
-    options = option_names(typing.cast(type, target)) if dataclasses.is_dataclass(target) else {}
-    raise ValueError(in_options(said, options))
+        if words.problems:
+            raise ValueError(words.problems[0])
+        if words.unknown:
+            raise ValueError(_unknown(words.unknown, of_method.by_name | own.by_name | general.by_name))
+        command = _made(given, own, changeable)
+        if words.rest:
+            advice = "put a text in quotes, and give flags such as --chat no value"
+            raise ValueError(f"unexpected argument {shown(words.rest[0])}; {advice}")
+        options = {
+            name: _value(of_method.by_field[name], taken, changeable) for name, taken in others.items()
+        }
+    except ValueError as error:
+        # A dataclass that rejects a value names the field, not the option.
+        raise ValueError(in_options(f"{error}; see {prog} --help", _names(own))) from None
+    return dataclasses.replace(command, drafting=chosen[0].of(options)) if chosen else command
 
 
-def _one_line(complaint: str, argv: Sequence[str], known: set[str]) -> str:
-    """Returns tyro's error message as one line.
+def option_names(command: type) -> dict[str, str]:
+    """Returns option by parameter, such as max_new_tokens: --max-new-tokens, of a dataclass and those nested in it."""
+    collect(command, found := Options({}, {}, {}), False)
+    return _names(found)
 
-    tyro draws a box of a title, a statement and hints, separated by horizontal rules. It prints the values of an
-    unknown option as unknown options too, and reports it only if no option is missing, so such an option is found here.
+
+def _names(found: Options) -> dict[str, str]:
+    return {name: option.name for name, option in found.by_field.items()}
+
+
+def collect(
+    owner: type,
+    found: Options,
+    changeable: bool,
+    section: tuple[str, ...] = (),
+    default: Any = _MISSING,
+) -> None:
+    """Adds the options of a dataclass, and of those nested in it, to `found`; the first of a name stays.
 
     Args:
-      complaint: the box.
-      argv: the arguments.
-      known: the options.
+      owner: the dataclass.
+      found: the options.
+      changeable: whether every flag can be reset, see `parse_as`.
+      section: the section of the dataclass.
+      default: its instance with the defaults; `dataclasses.MISSING` for those of the class.
     """
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", complaint)
-    blocks: list[list[str]] = [[]]
-    for line in plain.splitlines():
-        line = re.sub(r"^│ ?| *│$", "", line).rstrip()
-        if line.startswith(("╭", "╰")):
+    hints, declared = typing.get_type_hints(owner, include_extras=True), inspect.get_annotations(owner)
+    found.sections[section] = owner, default
+    # The options that a class adds come before those that it inherits.
+    for field in sorted(dataclasses.fields(owner), key=lambda field: field.name not in declared):
+        hint: Any = hints[field.name]
+        usual: Any = field.default if default is _MISSING else getattr(default, field.name)
+        if usual is _MISSING and callable(field.default_factory):
+            usual = field.default_factory()
+        if dataclasses.is_dataclass(hint):
+            collect(typing.cast(type, hint), found, changeable, (*section, field.name), usual)
+        elif hint is not Any and field.name not in found.by_field:  # Any: `drafting`
+            option = _option(section, field, hint, usual)
+            found.by_field[field.name] = option
+            if not option.name.startswith("-"):
+                continue
+            for name in (option.name, *field.metadata.get("aliases", ())):
+                found.by_name.setdefault(name, (option, True if option.type is bool else None))
+            if option.type is bool and (changeable or usual is not False):  # --json needs no --no-json
+                found.by_name.setdefault("--no-" + option.name[2:], (option, False))
+
+
+def _option(section: tuple[str, ...], field: dataclasses.Field[Any], hint: Any, default: Any) -> Option:
+    """Returns the option of a field. A union is read as the first of its types that a word can have."""
+    notes, optional, repeated, width = (), False, False, 1
+    while parts := typing.get_args(hint):
+        origin = typing.get_origin(hint)
+        if origin is Literal:
+            break
+        if origin is Annotated:
+            hint, *rest = parts
+            notes += tuple(rest)
+        elif origin is tuple:
+            hint, repeated = parts[0], repeated or parts[-1] is Ellipsis
+            width = 1 if parts[-1] is Ellipsis else len(parts)
+        else:
+            optional |= type(None) in parts
+            readable = (bool, int, float, str, Path)
+            hint = next(part for part in parts if part in readable or typing.get_origin(part) is Literal)
+    name = field.metadata.get("option", "--" + field.name.replace("_", "-"))
+    name = field.name.upper() if Positional in notes else name
+    return Option(section, field, name, hint, default, optional, repeated, width, notes)
+
+
+def _words(
+    argv: Sequence[str],
+    own: Iterable[Option],
+    by_name: Mapping[str, tuple[Option, bool | None]],
+    changeable: bool,
+) -> Words:
+    """Returns the words of a command line by their use.
+
+    Args:
+      argv: the words.
+      own: the options among which are the arguments.
+      by_name: as in `Options`.
+      changeable: see `parse_as`.
+    """
+    words, left = Words({}, [], [], []), list(reversed(argv))
+    while left:
+        word = left.pop()
+        written, equals, value = word.partition("=")
+        name = written.replace("_", "-")
+        if word == "--":
+            words.rest.extend(reversed(left))
+            break
+        if not _IS_OPTION.match(word):
+            words.rest.append(word)
             continue
-        if line and not line.strip("─- "):
-            blocks.append([])
-        elif line:
-            blocks[-1].append(line)
-    if "╭" not in plain and len(blocks) > 1:
-        del blocks[0]  # without UTF-8 tyro draws no frame, and the title is a block
-    statement = " ".join(map(str.strip, blocks[0])).rstrip(".") or "the arguments cannot be understood"
-    missing = _missing(blocks[0])
-    unknown = _unknown(argv, known)
-    if unknown and (missing or statement.startswith("Unrecognized options: ")):
-        return unknown
-    if missing:
-        return f"{' and '.join(missing)} must be given"
-    if wrong := re.fullmatch(r"Error parsing (-\S+): (is .*)", statement):
-        return f"{wrong[1]} {wrong[2]}"
-    if refused := re.fullmatch(r"Error parsing (?!-)\S+: (.*)", statement):
-        return refused[1]  # a dataclass raised the error
-    if extra := re.fullmatch(r"Unrecognized options: ([^-].*)", statement):
-        return (
-            f"unexpected argument {extra[1]!r}; put a text in quotes, and give flags such as --chat no value"
-        )
-    return statement[:1].lower() + statement[1:]
+        if name not in by_name:
+            words.unknown.append(written)
+            continue
+        option, flag = by_name[name]
+        field, most = option.field.name, len(left) if changeable and option.repeated else 1
+        taken: list[Any] = [value] if equals else []
+        if flag is not None:
+            words.problems.extend([f"{name} takes no value; leave out ={value}"] if equals else ())
+            taken, most = [flag], 0
+        while len(taken) < most and left and not _IS_OPTION.match(left[-1]):
+            taken.append(left.pop())
+        if not taken and most == 1:
+            words.problems.append(f"{name} has no value; write {name}=VALUE for one that begins with -")
+        words.given[field] = taken if changeable else [*words.given.get(field, ()), *taken]
+    for option in own:
+        if Positional in option.notes and words.rest:
+            count = len(words.rest) if option.repeated else 1
+            words.given[option.field.name] = [words.rest.pop(0) for _ in range(count)]
+    return words
 
 
-def _known(target: Any, changeable: bool) -> set[str]:
-    """Returns all names of the options of a dataclass; for a union of commands only --help."""
-    if not dataclasses.is_dataclass(target):
-        return {"-h", "--help"}
-    names = {"-h", "--help"}
-    hints = typing.get_type_hints(target, include_extras=True)
-    for field in dataclasses.fields(target):
-        if dataclasses.is_dataclass(hints[field.name]):
-            names |= _known(hints[field.name], changeable)
-        elif tyro.conf.Positional not in getattr(hints[field.name], "__metadata__", ()):
-            name = field.metadata.get("option", "--" + field.name.replace("_", "-"))
-            names |= {name, *field.metadata.get("aliases", ())}
-            if bool in _types(hints[field.name]) and (changeable or field.default is not False):
-                names.add("--no-" + name[2:])
-    return names
+def _made(given: Mapping[str, Sequence[Any]], own: Options, changeable: bool) -> Any:
+    """Makes the instance of the dataclass in `own`.
+
+    Raises:
+      ValueError: an option is missing or invalid; one line.
+    """
+    absent = [one for name, one in own.by_field.items() if one.default is _MISSING and name not in given]
+    if absent:
+        from jaxspec.console.help import called
+
+        raise ValueError(f"{' and '.join(map(called, absent))} must be given")
+    values: dict[tuple[str, ...], dict[str, Any]] = {section: {} for section in own.sections}
+    for name, words in given.items():
+        option = own.by_field[name]
+        values[option.section][name] = _value(option, words, changeable)
+    for section, (owner, default) in [*own.sections.items()][:0:-1]:
+        if default is _MISSING:
+            values[section[:-1]][section[-1]] = owner(**values[section])
+        elif values[section]:
+            values[section[:-1]][section[-1]] = dataclasses.replace(default, **values[section])
+    return own.sections[()][0](**values[()])
 
 
-def _unknown(argv: Sequence[str], known: set[str]) -> str | None:
-    """Returns the error message for the arguments that are not options; None if all are."""
-    words = list(itertools.takewhile(lambda word: word != "--", argv))
-    names = [word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
-    unknown = [name for name in dict.fromkeys(names) if name.replace("_", "-") not in known]
-    if not unknown:
-        return None
-    first = unknown[0].replace("_", "-")
+def _value(option: Option, words: Sequence[Any], changeable: bool) -> Any:
+    """Returns the value of an option from its words.
+
+    Raises:
+      ValueError: a word is invalid; one line.
+    """
+    values: list[Any] = []
+    text = next((note for note in option.notes if isinstance(note, Text)), None)
+    choices = {str(one): one for one in typing.get_args(option.type)}
+    for word in words if option.repeated else words[-1:]:
+        if option.type is bool or (changeable and option.optional and word == "None"):
+            values.append(word if isinstance(word, bool) else None)
+        elif text is not None:
+            values.append(text.read(option.name, word))
+        else:
+            try:
+                values.append(choices[word] if choices else option.type(word))
+            except (KeyError, ValueError):
+                wanted = f"one of {', '.join(map(repr, choices))}" if choices else _NUMBERS[option.type]
+                raise ValueError(f"{option.name} is {shown(word)}; give {wanted}") from None
+    if not option.repeated:
+        return values[0]
+    if len(values) % option.width:
+        raise ValueError(f"{option.name} has {len(values)} values; give {option.width} for each entry")
+    return tuple(values) if option.width == 1 else tuple(zip(*[iter(values)] * option.width, strict=True))
+
+
+def _unknown(names: Sequence[str], known: Iterable[str]) -> str:
+    """Returns the error message for options that do not exist."""
+    known, first = list(known), names[0].replace("_", "-")
     near = _ELSEWHERE[first] if _ELSEWHERE.get(first) in known else nearest(first, known)
     meant = "" if near is None else f"; perhaps you meant {near}"
     if first in _PROMPTS and "--system" in known:
         meant = "; give the text without an option, in quotes"
-    return f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}{meant}"
-
-
-def _missing(block: list[str]) -> list[str]:
-    """Returns the missing options, with their values, that a statement of tyro lists; [] for another statement.
-
-    The descriptions of the options are indented further and are left out.
-    """
-    if not block or not block[0].lstrip().startswith("Missing from "):
-        return []
-    margin = min((len(line) - len(line.lstrip()) for line in block[1:]), default=0)
-    return [line.strip() for line in block[1:] if len(line) - len(line.lstrip()) == margin]
-
-
-def _registry(changeable: bool) -> ConstructorRegistry:
-    registry = ConstructorRegistry()
-    registry.struct_rule(functools.partial(_dataclass_rule, changeable=changeable))
-    registry.primitive_rule(functools.partial(_optional_rule, changeable=changeable))
-    registry.primitive_rule(_number_rule)
-    return registry
-
-
-def _dataclass_rule(info: StructTypeInfo, changeable: bool) -> StructConstructorSpec | None:
-    """Reads a dataclass as tyro does, but names values in the help by their meaning, and hides defaults of None."""
-    # tyro wraps the target in a generic dataclass of its own.
-    if not dataclasses.is_dataclass(info.type) or info.type.__module__.startswith("tyro"):
-        return None
-    hints = typing.get_type_hints(info.type, include_extras=True)
-    helps = attribute_docs(info.type)
-    fields, repeated = [], {}
-    # The options that a class adds come before those that it inherits.
-    own = inspect.get_annotations(info.type)
-    for field in sorted(dataclasses.fields(info.type), key=lambda field: field.name not in own):
-        hint, default = hints[field.name], _default(field, info.default)
-        description = helps.get(field.name)
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            if changeable and not description:
-                description = description_of(hint)
-            title = hint.__name__.removesuffix("Options").removesuffix("Numbers").removesuffix("Grid").lower()
-            hint = Annotated[hint, tyro.conf.arg(name=title, prefix_name=False)]
-        elif not changeable:
-            hint = Annotated[hint, _display(field, hint, default)]
-            if default is False:  # --json needs no --no-json
-                hint = Annotated[hint, tyro.conf.FlagCreatePairsOff]
-            if isinstance(default, tuple):
-                # tyro appends what is given to the default, but it replaces the default here as for any other option.
-                repeated[field.name], default = default, ()
-        elif default is None or default == ():
-            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="")]
-        help_text = " ".join(filter(None, (description, field.metadata.get("details"))))
-        fields.append(StructFieldSpec(field.name, hint, default, help_text))
-
-    @functools.wraps(info.type, updated=())  # tyro shows its docstring
-    def instantiate(**values: Any) -> Any:
-        return info.type(**values | {name: values[name] or default for name, default in repeated.items()})
-
-    return StructConstructorSpec(instantiate, tuple(fields))
-
-
-def _default(field: dataclasses.Field[Any], owner: Any) -> Any:
-    """Returns the default of a field: that in `owner`, an instance of its dataclass, if it is one."""
-    if dataclasses.is_dataclass(owner):
-        return getattr(owner, field.name)
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
-
-
-def _display(field: dataclasses.Field[Any], hint: Any, default: Any) -> Any:
-    """Returns the name of an option and of its value, and the text of its default.
-
-    The metadata of a field may contain `option`, another name than the field's; `aliases`, additional names; `metavar`,
-    the name of the value; and `details`, text that follows the description.
-    """
-    kind = next((kind for kind in _types(hint) if kind in _BY_TYPE), None)
-    metavar = field.metadata.get("metavar") or (kind and _METAVARS[kind].get(field.name, _BY_TYPE[kind]))
-    if isinstance(default, bool):
-        shown, metavar = "", None
-    elif isinstance(default, tuple):
-        shown = f"(repeatable; default: {', '.join(map(str, default))})" if default else "(repeatable)"
-    else:
-        default = _DEFAULTS.get(field.name) if default is None else default
-        shown = "" if default is None or default is tyro.MISSING else f"(default: {default})"
-    name = field.metadata.get("option", "").removeprefix("--") or None
-    aliases = field.metadata.get("aliases")
-    return tyro.conf.arg(name=name, aliases=aliases, metavar=metavar, help_behavior_hint=shown)
-
-
-def _types(hint: Any) -> Iterator[Any]:
-    """Yields a type and its type arguments, recursively."""
-    yield hint
-    for part in typing.get_args(hint):
-        yield from _types(part)
-
-
-def _optional_rule(info: PrimitiveTypeInfo, changeable: bool) -> PrimitiveConstructorSpec[Any] | None:
-    """Reads `X | None` as X, because None means that the option is not given; if `changeable`, also the word None."""
-    members = typing.get_args(info.type)
-    if (
-        info.type_origin not in (types.UnionType, typing.Union)
-        or len(members) != 2
-        or type(None) not in members
-    ):
-        return None
-    inner = next(member for member in members if member is not type(None))
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(inner, info.markers))
-    if not isinstance(spec, PrimitiveConstructorSpec):
-        return None
-    read, of_inner, shown = spec.instance_from_str, spec.is_instance, spec.str_from_instance
-    if changeable:
-        spec = dataclasses.replace(
-            spec,
-            instance_from_str=lambda words: None if words == ["None"] else read(words),
-            choices=None if spec.choices is None else (*spec.choices, "None"),
-        )
-    return dataclasses.replace(
-        spec,
-        is_instance=lambda value: value is None or of_inner(value),
-        str_from_instance=lambda value: [] if value is None else shown(value),
-    )
-
-
-_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
-
-
-def _number_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Reads a number as tyro does, but with a message of the project for other text."""
-    if info.type not in _NUMBERS:
-        return None
-
-    def read(given: list[str]) -> int | float:
-        try:
-            number: int | float = info.type(given[0])
-            return number
-        except ValueError:
-            raise ValueError(f"is {given[0]!r}; give {_NUMBERS[info.type]}") from None
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=_BY_TYPE[info.type],
-        instance_from_str=read,
-        # 1 is a valid default of a float.
-        is_instance=lambda value: isinstance(value, (int, info.type)) and not isinstance(value, bool),
-        str_from_instance=lambda value: [str(value)],
-    )
+    names = list(dict.fromkeys(names))
+    return f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}{meant}"

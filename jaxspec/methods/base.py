@@ -29,6 +29,8 @@ T = TypeVar("T")
 MAX_DRAFT_TOKENS = 128
 # The most values of an option with several, such as files: a client of a server may give any number.
 MAX_VALUES = 1000
+# The integers of Python that need no conversion.
+_INTEGERS = range(-(2**63), 2**63)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -313,20 +315,6 @@ def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
     return cost.draft_ms(read_costs(target), 1)
 
 
-def plain_type(hint: Any) -> Any:
-    """Returns the type by which a command line reads an option: for a union, its first member that is plain text.
-
-    bool, int, float, str and Literal can be read from text. None stays in the union.
-    """
-    if typing.get_origin(hint) is tuple:
-        return types.GenericAlias(tuple, (plain_type(typing.get_args(hint)[0]), ...))
-    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
-        return hint
-    members = typing.get_args(hint)
-    first = next(m for m in members if m in (bool, int, float, str) or typing.get_origin(m) is Literal)
-    return first | None if type(None) in members else first
-
-
 @functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
@@ -367,7 +355,7 @@ def _one(option: str, name: str, value: Any, hint: Any) -> Any:
         if member is bool:
             return flag(name, value)
         if member is int:
-            return whole(name, value)
+            return value if type(value) is int and value in _INTEGERS else whole(name, value)
         if member is float:
             return real(name, value)
     if Method in members and isinstance(value, Method):

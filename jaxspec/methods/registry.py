@@ -8,6 +8,7 @@ Another package adds a method with an entry point of the group `jaxspec.methods`
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -102,6 +103,31 @@ def _loaded(point: EntryPoint) -> type[Method]:
     if getattr(method, "name", None) != point.name:
         raise ValueError(f"{origin} has the name {getattr(method, 'name', None)!r}; give both the same name")
     return method
+
+
+def chosen(name: str, given: Mapping[str, Sequence[Any]]) -> tuple[type[Method], ...]:
+    """Returns a method and its parts, for the options of a command line.
+
+    Args:
+      name: the name of the method.
+      given: the words of each option that is not the command's own.
+
+    Raises:
+      ValueError: there is no such method, or an option belongs to other methods only; one line.
+    """
+    method = find(name)
+    several = {field.name for field in dataclasses.fields(method) if isinstance(field.default, tuple)}
+    options = {option: words if option in several else words[-1] for option, words in given.items() if words}
+    parts = (method, *method.parts(options)) if method.composite else (method,)
+    foreign = given.keys() - {field.name for part in parts for field in dataclasses.fields(part)}
+    if "explain" in foreign:
+        raise ValueError(
+            f"`explain` reports the choices of method auto, not {name}; jaxspec compare measures its speed, "
+            "jaxspec inspect the agreement of early exits, and docs/choose_a_method.md says when it pays"
+        )
+    if foreign:
+        check_options(method, options)
+    return parts
 
 
 def make(name: str, given: Mapping[str, Any], others: Iterable[str] = ()) -> Method:

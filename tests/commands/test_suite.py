@@ -603,7 +603,7 @@ def test_texts_that_differ_are_told(run, model, monkeypatch):
         (("--run", ""), "--run '': unknown method ''"),
         (
             ("--run", "layerskip --exit-lyer 3"),
-            "--run 'layerskip --exit-lyer 3': unknown option exit_lyer; perhaps",
+            "--run 'layerskip --exit-lyer 3': unknown option --exit-lyer; perhaps",
         ),
         (("--run", "layerskip --exit-layer three"), "--run 'layerskip --exit-layer three': "),
         (("--run", "ngram 'x"), '--run "ngram \'x": No closing quotation'),
@@ -615,7 +615,7 @@ def test_texts_that_differ_are_told(run, model, monkeypatch):
         ),
         (("--chat", "on"), "the model has no chat template; give one with --chat-template FILE"),
         (("--max-new-tokens", "600"), "none of the prompts fits into the context of 512 tokens with"),
-        (("--peer", "vllm"), "invalid choice 'vllm' for argument '--peer'"),
+        (("--peer", "vllm"), "--peer is 'vllm'; give one of 'transformers'"),
     ],
 )
 def test_wrong_use_is_one_line(run, model, arguments, message):

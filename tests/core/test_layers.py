@@ -137,7 +137,7 @@ HOST = (
 )
 HOST_MODULES = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "time", "logging", "json", "pickle", "random"),
-    *("subprocess", "threading", "socket", "rich", "tyro", "transformers", "huggingface_hub", "safetensors"),
+    *("subprocess", "threading", "socket", "rich", "transformers", "huggingface_hub", "safetensors"),
 }
 HOST_CALLS = {"open", "print", "input", "exec", "eval"}
 

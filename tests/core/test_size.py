@@ -19,17 +19,17 @@ PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
     ".": 970,
-    "cli": 790,
-    "console": 880,
+    "cli": 700,
+    "console": 940,
     "costs": 250,
     "decoding": 520,
     "drafting": 1690,
     "engine": 4540,
     "heads": 2390,
     "host": 680,
-    "io": 3430,
+    "io": 3450,
     "measuring": 6380,
-    "methods": 1490,
+    "methods": 1500,
     "model": 1410,
     "serving": 2290,
     "testing": 610,
@@ -37,13 +37,8 @@ LINES = {
 SLACK = 25
 MOST_METHODS, MOST_BRANCHES = 25, 20
 # The classes and functions that have more, with their numbers.
-METHODS = {}
-BRANCHES = {
-    "heads/eagle/files.py:_config": 21,
-    "heads/hydra/files.py:_config": 21,
-    "heads/medusa/files.py:_config": 28,
-    "io/methods/cost_files.py:parse": 25,
-}
+METHODS: dict[str, int] = {}
+BRANCHES: dict[str, int] = {}
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 _BRANCHES = (
     *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.ExceptHandler, ast.match_case),

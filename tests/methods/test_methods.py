@@ -17,8 +17,8 @@ import pytest
 
 import jaxspec
 from jaxspec import methods
-from jaxspec.cli.methods import options_of, parse_run, usual_methods
-from jaxspec.console.parsing import parse_as
+from jaxspec.cli.methods import parse_method, parse_run, usual_methods
+from jaxspec.console.docs import attribute_docs
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.heads.kinds import KINDS
 from jaxspec.methods import registry
@@ -92,9 +92,9 @@ def test_the_package_has_every_class():
 def test_a_method_says_what_it_is(name):
     method = registry.find(name)
     assert 20 < len(method.summary()) < 110
-    documented = options_of(method, []).__doc__
+    documented = attribute_docs(method)
     for one in method.options():
-        assert re.search(rf"^  {one}: \S", documented, re.MULTILINE), one
+        assert documented[one], one
 
 
 def test_the_table_of_methods_has_every_method():
@@ -234,18 +234,26 @@ def test_what_compare_runs_by_itself():
     assert set(usual_methods(1)) == nothing_needed
 
 
-def test_a_command_line_has_each_option_once():
-    words = ["--first", "ngram", "--second=layerskip", "--exit-layer", "3"]
-    options = options_of(methods.Hybrid, words)
-    names = [field.name for field in dataclasses.fields(options)]
+def test_a_command_line_has_each_option_once(capsys, plugged):
+    words = "--first ngram --second=layerskip --exit-layer 3"
+    assert parse_run(f"hybrid {words}") == methods.Hybrid(
+        first=methods.NGram(), second=methods.LayerSkip(exit_layer=3)
+    )
+    with pytest.raises(SystemExit):
+        parse_run(f"hybrid {words} --help")
+    names = re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE)
     assert len(names) == len(set(names))
-    assert {"first", "ngram_max", "exit_layer", "num_draft_tokens"} <= set(names)
+    assert {"first", "ngram-max", "exit-layer", "num-draft-tokens"} <= set(names)
     assert "draft" not in names
-    assert "Default: 5, or 12 with a stop rule." in options_of(methods.LayerSkip, []).__doc__
+    with pytest.raises(SystemExit):
+        parse_run("layerskip --help")
+    assert "Default: 5, or 12 with a stop rule." in " ".join(capsys.readouterr().out.split())
     # An option keeps the type that its method gives it, whatever other methods call by its name.
-    assert parse_as(options_of(Clashing, []), ["--exit-layer", "last"], "x").exit_layer == "last"
-    for words, careful in {(): None, ("--careful",): True, ("--no-careful",): False}.items():
-        assert parse_as(options_of(Repeat, words), words, "x").careful is careful
+    plugged("tests.methods.test_methods:Clashing")
+    assert parse_method("twice-told --exit-layer last") == Clashing(exit_layer="last")
+    plugged("tests.methods.test_methods:Repeat")
+    for words, careful in {"": None, "--careful": True, "--no-careful": False}.items():
+        assert parse_method(f"twice-told {words}") == Repeat(careful=careful)
 
 
 def test_masks_are_compiled_where_asked_for_and_on_a_gpu():

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
-import tyro
+from jaxspec.console.parsing import Text
+from jaxspec.host.messages import shown
 
 
 class Auto(int):
@@ -21,25 +22,16 @@ class Auto(int):
 AUTO = Auto(-1)
 
 
-def _read(words: list[str]) -> int:
-    if words[0] == str(AUTO):
+def _read(name: str, word: str) -> int:
+    if word == str(AUTO):
         return AUTO
     try:
-        return int(words[0])
+        return int(word)
     except ValueError:
-        raise ValueError(f"is {words[0]!r}; give a whole number or auto") from None
+        raise ValueError(f"{name} is {shown(word)}; give a whole number or auto") from None
 
 
-Sized = Annotated[
-    int,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="N|auto",
-        instance_from_str=_read,
-        is_instance=lambda value: isinstance(value, int),
-        str_from_instance=lambda value: [str(value)],
-    ),
-]
+Sized = Annotated[int, Text("N|auto", _read)]
 
 
 def check(options: Any, **least: int) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from tokenizers import Tokenizer
 
-from jaxspec.console.parsing import RefusedValue
+from jaxspec.console.parsing import Text
 from jaxspec.host.messages import shown
 from training.data import bpe_tokenizer, conversations, formats, packing, reading, sizing, tasks
 from training.data.sizing import AUTO, Sized
@@ -86,23 +85,14 @@ class Source:
         return f"{self.path},kind={self.kind},format={self.format},weight={self.weight!r}"
 
 
-def _source(words: Sequence[str]) -> Source:
+def _source(name: str, word: str) -> Source:
     try:
-        return Source.parse(words[0])
+        return Source.parse(word)
     except ValueError as error:
-        raise RefusedValue(f"--data: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
 
 
-SourceArgument = Annotated[
-    Source,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PATH[,kind=K][,format=F][,weight=W]",
-        instance_from_str=_source,
-        is_instance=lambda value: isinstance(value, Source),
-        str_from_instance=lambda source: [str(source)],
-    ),
-]
+SourceArgument = Annotated[Source, Text("PATH[,kind=K][,format=F][,weight=W]", _source)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from jaxspec.heads.tensors import (
 from jaxspec.host.messages import shown
 from jaxspec.io.hf.config_json import config_from, config_json, errors_of, read_windows
 from jaxspec.io.hf.layout import Source
-from jaxspec.io.hf.values import flag, section, whole
+from jaxspec.io.hf.values import flag, section, whole_or
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import FINAL
@@ -110,8 +110,8 @@ def _config(
             directory, block, scaling, f"EAGLE's training code with {scaling.kind} scaling"
         )
     read_width = block.hidden_size
-    if kind == "eagle3" and values.get("target_hidden_size") is not None:
-        read_width = whole(values, "target_hidden_size")
+    if kind == "eagle3":
+        read_width = whole_or(read_width, values, "target_hidden_size")
     if read_width != target.hidden_size:
         raise ValueError(
             f"the head reads auxiliary hidden states of width {read_width}, the target's are of {target.hidden_size}; "
@@ -130,9 +130,7 @@ def _config(
     norms = [norm for name, norm in _FEATURE_NORMS.items() if flag(values, name)]
     if len(norms) > 1:
         raise ValueError("norm_before_fc and fc_norm are both set; expected one of them at most")
-    head_size = target.vocab_size
-    if values.get("draft_vocab_size") is not None:
-        head_size = whole(values, "draft_vocab_size", most=target.vocab_size)
+    head_size = whole_or(target.vocab_size, values, "draft_vocab_size", most=target.vocab_size)
     return EagleConfig(
         block,
         _aux_layers(content, nested, target.num_layers),

@@ -22,7 +22,7 @@ from jaxspec.heads.tensors import Entry, Head, are_copies, checked, leaves_of, l
 from jaxspec.host.messages import shown
 from jaxspec.io.hf.config_json import errors_of
 from jaxspec.io.hf.layout import Source
-from jaxspec.io.hf.values import flag, whole
+from jaxspec.io.hf.values import flag, whole_or
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import MAX_LAYERS, LlamaConfig
 from jaxspec.model.llama import FINAL, AuxLayer
@@ -79,10 +79,8 @@ def _config(
         raise ValueError(
             "grounded_heads is false; heads that do not read what was drafted before them are not supported"
         )
-    aux_layers: tuple[AuxLayer, ...] = (FINAL,)
-    if content.get("hidden_state_offset") is not None:
-        behind = whole(content, "hidden_state_offset", least=0, most=target.num_layers)
-        aux_layers = (target.num_layers - behind if behind else FINAL,)
+    behind = whole_or(0, content, "hidden_state_offset", least=0, most=target.num_layers)
+    aux_layers: tuple[AuxLayer, ...] = (target.num_layers - behind if behind else FINAL,)
     if sorted(blocks) != list(range(len(blocks))) or len({len(one) for one in blocks.values()}) != 1:
         raise ValueError(
             f"the file has blocks {dict(blocks)} by head; expected heads from 0 on, of as many blocks each"
@@ -101,8 +99,8 @@ def _config(
         raise ValueError(f"hydra_head_arch is {shown(arch)}, and the file has no {_PREFIX}layers.0 of it")
     width, num_layers = target.hidden_size, len(blocks[0])
     # Who saves tensors without their copies has two blocks, and in its config how many they stand for.
-    if num_layers <= 2 and content.get("hydra_num_layers") is not None:
-        meant = whole(content, "hydra_num_layers", most=MAX_LAYERS)
+    if num_layers <= 2:
+        meant = whole_or(num_layers, content, "hydra_num_layers", most=MAX_LAYERS)
         if num_layers == 1 < meant:
             raise ValueError(
                 f"hydra_num_layers is {meant}, and the file has one block a head; expected the first and at least one "

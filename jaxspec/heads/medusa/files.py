@@ -33,7 +33,7 @@ from jaxspec.heads.tensors import (
 from jaxspec.host.messages import shown
 from jaxspec.io.hf.config_json import errors_of
 from jaxspec.io.hf.layout import Source
-from jaxspec.io.hf.values import flag, whole
+from jaxspec.io.hf.values import flag, whole, whole_or
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import MAX_LAYERS, LlamaConfig
 
@@ -110,23 +110,7 @@ def _config(
             f"the heads read vectors of width {width}, the target's are of {target.hidden_size}; heads fit the model "
             "that they were trained for"
         )
-    # Who saves tensors without their copies has one block; the place of the matrix, else the config, says of how many.
-    num_layers = stored
-    if places:
-        num_layers = max(places)
-        if len(places) > 1 or not (num_layers == stored or MAX_LAYERS >= num_layers > stored == 1):
-            raise ValueError(
-                f"the file has {stored} blocks a head, and matrices behind {shown(sorted(places))}; expected all "
-                "behind the last block"
-            )
-    elif stored == 1 and content.get("medusa_num_layers") is not None:
-        num_layers = whole(content, "medusa_num_layers", most=MAX_LAYERS)
-    elif content.get("model_type") == "medusa" and content.get("num_hidden_layers") is not None:
-        meant = whole(content, "num_hidden_layers", most=MAX_LAYERS)
-        if meant > stored:
-            raise ValueError(
-                f"num_hidden_layers is {meant}, and the file has {stored} blocks a head; expected all of them"
-            )
+    num_layers = _num_layers(content, stored, places)
     bias = "blocks.0.layers.0.bias" in tensors
     whats = ("weight", "bias") if bias else ("weight",)
     groups = [
@@ -144,13 +128,33 @@ def _config(
     return MedusaConfig(width, num_heads, num_layers, repeated, bias, head_size, own_heads)
 
 
+def _num_layers(content: Mapping[str, Any], stored: int, places: set[int]) -> int:
+    """Returns the number of blocks of a head, of which the file has `stored`."""
+    # Who saves tensors without their copies has one block; the place of the matrix, else the config, says of how many.
+    if places:
+        num_layers = max(places)
+        if len(places) > 1 or not (num_layers == stored or MAX_LAYERS >= num_layers > stored == 1):
+            raise ValueError(
+                f"the file has {stored} blocks a head, and matrices behind {shown(sorted(places))}; expected all "
+                "behind the last block"
+            )
+        return num_layers
+    if stored == 1 and content.get("medusa_num_layers") is not None:
+        return whole(content, "medusa_num_layers", most=MAX_LAYERS)
+    if content.get("model_type") == "medusa":
+        meant = whole_or(stored, content, "num_hidden_layers", most=MAX_LAYERS)
+        if meant > stored:
+            raise ValueError(
+                f"num_hidden_layers is {meant}, and the file has {stored} blocks a head; expected all of them"
+            )
+    return stored
+
+
 def _ids(
     directory: Path, content: Mapping[str, Any], tensors: Mapping[str, np.ndarray], size: int
 ) -> np.ndarray | None:
     """The tokens of the heads' own rows; None for all."""
-    count = size
-    if content.get("truncated_vocab_size") is not None:
-        count = whole(content, "truncated_vocab_size", most=size)
+    count = whole_or(size, content, "truncated_vocab_size", most=size)
     if count == size:
         return None
     if _MAP not in tensors:

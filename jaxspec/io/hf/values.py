@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxspec.host.messages import shown
 
+T = TypeVar("T")
 # The largest index or size: both are 32-bit on the device.
 MAX_INT = 2**31 - 1
 
@@ -22,6 +23,11 @@ def whole(values: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_I
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{key} is {shown(value)}; expected a whole number from {least} to {most}")
     return value
+
+
+def whole_or(usual: T, values: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_INT) -> int | T:
+    """Returns the whole number under a key, or `usual` if the key is missing or null; errors as of `whole`."""
+    return usual if values.get(key) is None else whole(values, key, least, most)
 
 
 def number(values: Mapping[str, Any], key: str, least: float, most: float) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +12,7 @@ from jaxspec.costs.expectations import Expectation
 from jaxspec.host.files import write_json
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.methods.method_files import check_model, read_format
+from jaxspec.io.records import record
 
 FORMAT = "jaxspec.acceptance/2"
 # The file's name beside a model.
@@ -43,23 +44,12 @@ def read_acceptance(path: str | os.PathLike[str], model: str) -> dict[str, Expec
 
 
 def _parsed(where: str, content: Any) -> Expectation:
-    given = content if isinstance(content, dict) else {}
-    values: list[Any] = [given.get(field.name) for field in dataclasses.fields(Expectation)]
-    accept, strength, draft = values
-    if not all(map(_are_shares, (accept, draft))) or not (_are_numbers([strength]) and strength > 0):
-        raise ValueError(
-            f"{where} has {shown(content)}; expected `accept` and `draft`, numbers from 0 to 1, and `strength`, one "
-            f"above 0; make it with `{_REMEDY}`"
-        )
-    return Expectation(tuple(accept), strength, tuple(draft))
-
-
-def _are_shares(given: Any) -> bool:
-    return _are_numbers(given) and len(given) > 0 and all(0 <= number <= 1 for number in given)
-
-
-def _are_numbers(given: Any) -> bool:
-    # An integer of JSON may be larger than any float.
-    return isinstance(given, list) and all(
-        type(one) in (int, float) and abs(one) <= sys.float_info.max for one in given
+    with contextlib.suppress(ValueError):
+        found = record(Expectation, content, where)
+        shares = *found.accept, *found.draft
+        if found.strength > 0 and found.accept and found.draft and all(0 <= share <= 1 for share in shares):
+            return found
+    raise ValueError(
+        f"{where} has {shown(content)}; expected `accept` and `draft`, numbers from 0 to 1, and `strength`, one above "
+        f"0; make it with `{_REMEDY}`"
     )

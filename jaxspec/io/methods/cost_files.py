@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxspec.host.files import read_json, write_json
 from jaxspec.host.messages import shown
 from jaxspec.host.processor import processor
 from jaxspec.host.user_cache import user_cache
+from jaxspec.io.records import record
 from jaxspec.model.config import LlamaConfig
 
 FORMAT = "jaxspec.costs/1"
@@ -114,32 +114,20 @@ def parse(content: Any, where: str) -> StepCosts:
     Raises:
       ValueError: the value does not contain valid costs; one line.
     """
-    fields = {field.name: field for field in dataclasses.fields(StepCosts)}
-    if not isinstance(content, dict) or set(content) != set(fields):
-        raise ValueError(f"{where} contains no costs of steps, expected the fields {', '.join(fields)}")
-    given = dict(content)
-    points = given["full_ms"]
-    if not isinstance(points, list) or not all(isinstance(one, list) and len(one) == 3 for one in points):
-        raise ValueError(f"{where} has a `full_ms` that is not a list of [rows, batch, milliseconds]")
-    given["full_ms"] = tuple(map(tuple, points))
-    texts = ("device", "model", "dtype")
-    numbers = {name: value for name, value in given.items() if name not in (*texts, "full_ms")}
-    for name, value in (*numbers.items(), *(("full_ms", value) for point in points for value in point)):
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        # An integer of JSON may be larger than any float.
-        if not good or not 0 <= value <= sys.float_info.max:
-            raise ValueError(f"{where} has {shown(value)} in `{name}`, expected a number of at least 0")
-    whole = [given["num_layers"], given["cut_layers"], given["live"], *(n for p in points for n in p[:2])]
-    if not all(isinstance(number, int) for number in whole):
-        raise ValueError(f"{where} has counts of layers, tokens, rows or texts that are not whole numbers")
-    if [1, 1] not in [point[:2] for point in points] or not all(point[2] > 0 for point in points):
+    costs = record(StepCosts, content, where)
+    times = {name: value for name, value in vars(costs).items() if type(value) in (int, float)}
+    for name, value in (*times.items(), *(("full_ms", value) for point in costs.full_ms for value in point)):
+        if value < 0:
+            raise ValueError(f"{where} has {value:g} in `{name}`, expected a number of at least 0")
+    # By batch and rows.
+    points = sorted(costs.full_ms, key=lambda point: (point[1], point[0]))
+    sizes = [point[:2] for point in points]
+    if (1, 1) not in sizes or not all(point[2] > 0 for point in points):
         raise ValueError(f"{where} has no time above 0 of a step of one row in `full_ms`")
-    if not given["cut_layers"] < given["num_layers"]:
+    if not costs.cut_layers < costs.num_layers:
         raise ValueError(
-            f"{where} has {shown(given['cut_layers'])} in `cut_layers`, expected fewer than `num_layers`"
+            f"{where} has {shown(costs.cut_layers)} in `cut_layers`, expected fewer than `num_layers`"
         )
-    by_batch = [(batch, rows) for rows, batch, _ in points]
-    if sorted(set(by_batch)) != sorted(by_batch):
+    if len(set(sizes)) != len(sizes):
         raise ValueError(f"{where} has two times of one step in `full_ms`")
-    given["full_ms"] = tuple(sorted(given["full_ms"], key=lambda point: (point[1], point[0])))
-    return StepCosts(**given)
+    return dataclasses.replace(costs, full_ms=tuple(points))

@@ -5,7 +5,6 @@ The methods find them beside the model or in the user's data directory (`user_da
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -26,6 +25,7 @@ from jaxspec.host.files import no_file, read_json, write_atomic, write_json
 from jaxspec.host.messages import brief_errors
 from jaxspec.io.hf.layout import leaves
 from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.io.records import record
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.plan import LayerPlan
@@ -172,15 +172,7 @@ def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
     """
     content = read_format(path, ASD_FORMAT, "a file of ASD's numbers")
     check_model(path, content.get("model"), model, "jaxspec tune --method asd")
-    numbers: tuple[Any, ...] = tuple(content.get(name) for name in ("alpha", "every", "keep_last"))
-    alpha, every, keep_last = numbers
-    if type(alpha) in (int, float) and type(every) is type(keep_last) is int:
-        with contextlib.suppress(ValueError):
-            return dataclasses.replace(ASDNumbers(alpha, every, keep_last), alpha=float(alpha))
-    raise ValueError(
-        f'{path} has "alpha" {alpha!r}, "every" {every!r}, "keep_last" {keep_last!r}; expected a number above 0 '
-        "and at most 1, and two whole numbers"
-    )
+    return record(ASDNumbers, content, str(path))
 
 
 def distribution_name(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> str:

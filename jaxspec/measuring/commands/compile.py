@@ -7,7 +7,6 @@ import json
 import sys
 from typing import Any
 
-from jaxspec.cli.methods import made
 from jaxspec.cli.options import Dtype, SamplingOptions, Weights
 from jaxspec.console.environment import compile_only
 from jaxspec.console.output import writable
@@ -68,7 +67,7 @@ class Compile:
         """Compiles; returns the exit status."""
         topology = parse_topology(self.topology)
         axes = mesh_axes(self.mesh, topology.num_devices)
-        method = made(self.method, self.drafting)
+        method = self.drafting
         hlo = None if self.hlo is None else writable(self.hlo, "hlo")
         compile_only()
         with Progress() as progress:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional
-
 from jaxspec.cli.options import Dtype
+from jaxspec.console.parsing import Positional
 from jaxspec.host.progress import Progress
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional
-
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.output import check_directory
+from jaxspec.console.parsing import Positional
 from jaxspec.console.tables import Table
 from jaxspec.host.progress import Progress
 from jaxspec.io.methods.asd_numbers import ASDNumbers

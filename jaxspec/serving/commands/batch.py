@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional
-
-from jaxspec.cli.methods import made, method_field
+from jaxspec.cli.methods import method_field
 from jaxspec.cli.options import AnswerOptions
 from jaxspec.console import interrupts
+from jaxspec.console.parsing import Positional
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import tell
 from jaxspec.host.arguments import whole
@@ -59,7 +58,7 @@ class Batch(AnswerOptions):
         from jaxspec.host.files import as_file
         from jaxspec.serving.batch_files import shard_of
 
-        method = made(self.method, self.drafting)
+        method = self.drafting
         self.check_texts()
         if whole("max_batch", self.max_batch) < 1:
             raise ValueError(f"max_batch is {self.max_batch}; give at least 1")

@@ -8,7 +8,7 @@ import os
 import signal
 from typing import Any
 
-from jaxspec.cli.methods import made, made_of, method_field
+from jaxspec.cli.methods import made_of, method_field
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import tell
@@ -69,7 +69,7 @@ class Serve:
             raise ValueError("jaxspec serve runs in one process; start one server for each model")
         key = self.api_key or os.environ.get("JAXSPEC_API_KEY") or None
         self._check(key, is_loopback(self.host))
-        method, allowed = made(self.method, self.drafting), made_of(self.methods, self.runs)
+        method, allowed = self.drafting, made_of(self.methods, self.runs)
         bound = run.bind(self.host, self.port)
         with bound:
             with Progress("loading the model"):
