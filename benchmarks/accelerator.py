@@ -26,12 +26,12 @@ from benchmarks.stages import FORMS, Stages
 from jaxspec.cli.options import Placement
 from jaxspec.console import frame
 from jaxspec.console.output import writable
-from jaxspec.engine.loading import resolve_placement
-from jaxspec.engine.memory import check_fits
 from jaxspec.host.files import write_atomic
 from jaxspec.host.progress import OnProgress, Progress
+from jaxspec.loading.loading import resolve_placement
 from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.measuring.bench.suite_options import check_budget, check_count
+from jaxspec.programs.memory import check_fits
 
 # Numbers of rows of a step; they include those of every measured verification.
 ROWS = (1, 8, 4, 2, 16, 32, 64)

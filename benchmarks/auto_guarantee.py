@@ -21,12 +21,12 @@ import numpy as np
 from benchmarks import command
 from jaxspec.cli.options import ModelOptions
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result, played_rounds
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.bench import prompts
 from jaxspec.measuring.bench.speed import ratio_of_counts
 from jaxspec.measuring.bench.timing import measure_runs, warm_up
 from jaxspec.methods import Auto
+from jaxspec.texts.results import Result, played_rounds
 
 PASSAGE = (
     "Tea was first drunk in China, where it was a medicine before it became a daily drink. In the ninth century monks "

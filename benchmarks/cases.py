@@ -12,7 +12,6 @@ from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
 from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.speed import acceptance, speed_ratio
 from jaxspec.measuring.bench.steps import Loop, Steps, SubmodelSteps, WrongDrafts
@@ -21,6 +20,7 @@ from jaxspec.model import llama
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Drafter, Weights
 from jaxspec.stopping import AdaptiveGamma, ConfidenceBelow, ProductBelow
+from jaxspec.texts.results import Result
 
 # Largest draft length of methods with a stop rule.
 LONGEST = 12

@@ -19,9 +19,9 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from benchmarks import command
-from jaxspec.engine import compiled
 from jaxspec.engine.language_model import load
 from jaxspec.host.progress import OnProgress
+from jaxspec.programs import compiled
 
 # The first one is the default, by which the others are divided.
 SETS: tuple[dict[str, int | bool], ...] = (

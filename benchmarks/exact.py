@@ -18,11 +18,11 @@ import numpy as np
 from benchmarks import command
 from jaxspec.cli.methods import parse_run
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.results import Result
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.bench import prompt_files, prompts
 from jaxspec.measuring.bench.speed import acceptance, speed_ratio, tokens_per_second
 from jaxspec.measuring.bench.timing import measure_runs
+from jaxspec.texts.results import Result
 
 PLAIN = "autoregressive"
 

@@ -14,8 +14,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.host.progress import OnProgress
+from jaxspec.texts.results import Result, Statistics
+from jaxspec.texts.text import Token
 
 # Types of weights besides that of the given file. The file is the source of both, so all runs have the same model.
 CONVERTED = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.F32)

@@ -29,11 +29,10 @@ from jaxspec.cli.methods import parse_run
 from jaxspec.console.output import check_directory
 from jaxspec.console.terminal import tell
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.loading import find_model
-from jaxspec.engine.results import Result
 from jaxspec.host import lock
 from jaxspec.host.progress import OnProgress
 from jaxspec.io.gguf.container import is_gguf
+from jaxspec.loading.loading import find_model
 from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.measuring.bench.peers import transformers_runs
 from jaxspec.measuring.bench.prompt_files import Task, encoded, in_turn, own_tasks
@@ -42,6 +41,7 @@ from jaxspec.measuring.bench.suite_options import Amount, Chat
 from jaxspec.measuring.bench.timing import measure_runs, warm_up
 from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods import Auto, DraftModel, LayerSkip, Method
+from jaxspec.texts.results import Result
 
 RECORDS = "records.jsonl"
 FORMAT = "jaxspec.peers/1"

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.engine.results import Result
 from jaxspec.measuring.bench import speed
 from jaxspec.measuring.bench.bench_records import Record
+from jaxspec.texts.results import Result
 
 ALL = "all"
 DEFINITION = (

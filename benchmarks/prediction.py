@@ -26,8 +26,8 @@ from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.loading import resolve_placement
 from jaxspec.host.progress import OnProgress
+from jaxspec.loading.loading import resolve_placement
 from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.measuring.bench.speed import speed_ratio

@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks import command
 from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.prefix import PrefixStore
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.bench.timing import interleaved
+from jaxspec.session.prefix import PrefixStore
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,6 @@ from benchmarks.parts import Record
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.drafting.tree_drafter import Dynamic
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
 from jaxspec.heads.eagle.drafter import Eagle
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.aot import cycles, hlo
@@ -31,6 +30,7 @@ from jaxspec.measuring.bench.steps import PREFILL, DraftSteps, Loop, Steps, Subm
 from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
+from jaxspec.texts.results import Result
 
 # K of drafts of constant length, and of drafts with a stop rule: their verifications have 4 and 8 rows.
 CONSTANT, LONGEST = 3, 7

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxspec import methods
     from jaxspec.engine.conversation import Conversation
-    from jaxspec.engine.generation_options import GenerationOptions
     from jaxspec.engine.language_model import LanguageModel, load
-    from jaxspec.engine.results import Piece, Result, Score, Statistics, Token
     from jaxspec.io.embedded import embedded_model
     from jaxspec.methods import METHODS
+    from jaxspec.texts.generation_options import GenerationOptions
+    from jaxspec.texts.results import Piece, Result, Score, Statistics
+    from jaxspec.texts.text import Token
 
 __all__ = [
     "METHODS",
@@ -30,9 +31,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "jaxspec.engine.conversation": ("Conversation",),
-    "jaxspec.engine.generation_options": ("GenerationOptions",),
+    "jaxspec.texts.generation_options": ("GenerationOptions",),
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
-    "jaxspec.engine.results": ("Piece", "Result", "Score", "Statistics", "Token"),
+    "jaxspec.texts.results": ("Piece", "Result", "Score", "Statistics"),
+    "jaxspec.texts.text": ("Token",),
     "jaxspec.io.embedded": ("embedded_model",),
     "jaxspec.methods": ("METHODS",),
 }

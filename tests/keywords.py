@@ -9,8 +9,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from jaxspec.engine.generation_options import GenerationOptions
 from jaxspec.methods import registry
+from jaxspec.texts.generation_options import GenerationOptions
 
 FILE = Path(__file__).parents[1] / "jaxspec" / "engine" / "keywords.py"
 _HEAD = '''"""The types of the keyword arguments of `LanguageModel.generate` and `stream`, for type checkers.
@@ -25,7 +25,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from jaxspec.engine.requests import Integers, Numbers
+from jaxspec.texts.requests import Integers, Numbers
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.base import Method
 from jaxspec.methods.resources import HasModel

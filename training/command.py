@@ -11,8 +11,8 @@ from typing import TypeVar
 from rich.console import Console
 
 from jaxspec.console import distributed, frame
-from jaxspec.engine import jax_settings
-from jaxspec.engine.loading import devices_of
+from jaxspec.loading.loading import devices_of
+from jaxspec.programs import jax_settings
 from training.option_files import parse
 from training.run_options import RunOptions
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.console.output import check_directory
-from jaxspec.engine.loading import find_model
 from jaxspec.host import files
 from jaxspec.io import model_files
+from jaxspec.loading.loading import find_model
 from training.run_options import SCRATCH, RunOptions
 
 MARK = "training_run.json"

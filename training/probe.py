@@ -14,11 +14,11 @@ from rich.table import Table
 
 from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.loading import find_model
 from jaxspec.host.files import write_json
 from jaxspec.host.progress import duration
 from jaxspec.io import checkpoint
 from jaxspec.io.methods import method_files
+from jaxspec.loading.loading import find_model
 from training import command, outputs, prompt_options
 from training.loop.progress import Pace, Progress
 from training.option_files import plain

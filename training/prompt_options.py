@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxspec.cli.options import SamplingOptions
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint
 from jaxspec.io.methods import method_files
+from jaxspec.loading.loading import find_model
 from training.data import bpe_tokenizer, conversations
 from training.data.formats import Document
 from training.data.sources import HELD_OUT, DataOptions, Kinds, SourceArgument, read_kinds

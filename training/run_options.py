@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from jaxspec.console.distributed import ProcessOptions
-from jaxspec.engine.loading import devices_of
+from jaxspec.loading.loading import devices_of
 from training.data import sizing
 from training.data.sizing import AUTO, Auto, Sized
 from training.data.sources import DataOptions

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint
+from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from training import job

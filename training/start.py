@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from jaxspec.engine.loading import find_model
 from jaxspec.host import files
 from jaxspec.io import checkpoint
 from jaxspec.io.methods import vocabulary_file
 from jaxspec.io.tokenizers import chat
 from jaxspec.io.tokenizers import tokenizer as tokenizer_files
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.loading.loading import find_model
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params

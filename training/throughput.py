@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.engine.loading import devices_of
+from jaxspec.loading.loading import devices_of
 from jaxspec.measuring.bench.timing import interleaved
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig

@@ -15,9 +15,9 @@ from benchmarks.papers.tables import Cell
 from benchmarks.papers.workbench import SPLITS, Workbench
 from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.layerskip_drafter import LayerSkip as EarlyExit
-from jaxspec.engine.buckets import bucket
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods.base import share_of_step
+from jaxspec.programs.buckets import bucket
 
 # Table I, speed over LayerSkip's: greedy, and top-p, for the models of 1B and 7B.
 TABLE = {

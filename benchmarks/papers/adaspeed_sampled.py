@@ -13,8 +13,8 @@ from benchmarks.papers.engine_counts import Counter, Counting
 from benchmarks.papers.rules import Case
 from benchmarks.papers.workbench import Workbench
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
 from jaxspec.io.methods.method_files import distribution_name
+from jaxspec.texts.results import Result
 
 # Sampling of LayerSkip's evaluations, which AdaSPEED's follow.
 TOP_P: dict[str, Any] = {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}

@@ -30,7 +30,6 @@ from benchmarks.papers.engine_counts import Counter, Counting, generated
 from benchmarks.papers.tables import FREE, Cell, Claim, Row, Table, all_hold
 from benchmarks.papers.workbench import Workbench
 from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
-from jaxspec.engine.results import Result
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.tuning import asd_sweep
 from jaxspec.measuring.tuning.mask_search import search
@@ -39,6 +38,7 @@ from jaxspec.measuring.tuning.texts import prepare_texts
 from jaxspec.measuring.tuning.tuning_options import SearchOptions
 from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
+from jaxspec.texts.results import Result
 
 # Milliseconds of an attention and an MLP sublayer of Llama-2-13B on a V100 (the paper's Table 1), and its head's share
 # of the bytes.

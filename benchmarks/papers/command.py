@@ -72,7 +72,7 @@ class Papers:
     def run(self) -> int:
         """Measures; returns the exit status."""
         options = self._options()
-        from jaxspec.engine import compilation_cache, jax_settings
+        from jaxspec.programs import compilation_cache, jax_settings
 
         compilation_cache.enable()
         jax_settings.keep_needed()

@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.papers.counted import Case, Work
 from benchmarks.papers.workbench import Workbench, distribution
-from jaxspec.engine.results import Result
 from jaxspec.measuring.bench.prompts import Split
 from jaxspec.measuring.line_log import LineLog
+from jaxspec.texts.results import Result
 
 # Generates one greedy text after a prompt: the result, and its draft passes by part.
 Counting = Callable[[Sequence[int]], tuple[Result, Sequence[float]]]

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.bench.speed import acceptance, speed_ratio
 from jaxspec.measuring.bench.timing import measure_runs
 from jaxspec.protocol import StopRule
 from jaxspec.stopping import AdaptiveLength, AnyOf, FixedGamma, ProductBelow
+from jaxspec.texts.results import Result
 
 Name = TypeVar("Name")
 

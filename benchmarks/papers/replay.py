@@ -21,13 +21,13 @@ import numpy as np
 from flax import struct
 
 from jaxspec.drafting.chain_drafter import draft_chain, model_step
-from jaxspec.engine.buckets import bucket
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.programs.buckets import bucket
 from jaxspec.protocol import Outcome, Signal, StopRule, kinds_of
 from jaxspec.sampling import Greedy, seed_key
 from jaxspec.stopping import Estimate, GammaState

@@ -22,7 +22,6 @@ from benchmarks.papers.workbench import Workbench
 from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.s2d_drafter import S2D as Drafting
-from jaxspec.engine.results import Result
 from jaxspec.io.methods.method_files import fingerprint
 from jaxspec.measuring.bench.prompts import Split
 from jaxspec.measuring.bench.speed import spread
@@ -31,6 +30,7 @@ from jaxspec.methods.base import layers_of, share_of_step
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.stopping import AdaptiveLength, Constant
+from jaxspec.texts.results import Result
 
 # The cost of one layer of the paper's draft in steps of its targets, from its Table 2: MAT ÷ speed-up rises by this for
 # each layer and draft token, with five draft tokens a round. Its exits have 6, 9 and 12 layers.

@@ -83,7 +83,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
     distributed.join(*distributed.options_in(command), "jaxspec", command)
     with stage("imports"):
         defer_linen()
-        from jaxspec.engine import compilation_cache, jax_settings
+        from jaxspec.programs import compilation_cache, jax_settings
 
     compilation_cache.enable()
     jax_settings.keep_needed()

@@ -19,8 +19,8 @@ from jaxspec.methods import Auto
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
-    from jaxspec.engine.results import Piece, Result, Statistics, Token
-    from jaxspec.engine.text import RowText
+    from jaxspec.texts.results import Piece, Result, Statistics
+    from jaxspec.texts.text import RowText, Token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Generate(TextOptions):
                 try:
                     lm.executables.wait()
                 except KeyboardInterrupt:
-                    from jaxspec.engine import background
+                    from jaxspec.programs import background
 
                     background.leave(status)
         return status

@@ -340,8 +340,8 @@ def unescaped(text: str) -> str:
 
 def _read_messages(path: str) -> list[dict[str, str]]:
     """The conversation in a JSON file: a list of messages, or an object with such `messages`."""
-    from jaxspec.engine.requests import batch_of
     from jaxspec.host.files import parse_json, read_text
+    from jaxspec.texts.requests import batch_of
 
     wanted = "`messages` must be a JSON list of messages with `role` and `content`"
     text = read_text(path, wanted)

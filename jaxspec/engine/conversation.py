@@ -8,14 +8,14 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 from jaxspec.engine.drafters import AnyMethod
-from jaxspec.engine.generation_options import GenerationOptions
-from jaxspec.engine.jax_settings import needed
-from jaxspec.engine.prefix import Prefix
 from jaxspec.engine.prepare import STREAM_ROUNDS, Preparation
-from jaxspec.engine.requests import Message, batch_of, template_variables
-from jaxspec.engine.results import Piece, Result, Statistics
-from jaxspec.engine.session import Session
 from jaxspec.host.arguments import whole
+from jaxspec.programs.jax_settings import needed
+from jaxspec.session.prefix import Prefix
+from jaxspec.session.session import Session
+from jaxspec.texts.generation_options import GenerationOptions
+from jaxspec.texts.requests import Message, batch_of, template_variables
+from jaxspec.texts.results import Piece, Result, Statistics
 
 # The token budget of an answer if `max_new_tokens` is not given.
 DEFAULT_ANSWER = 512

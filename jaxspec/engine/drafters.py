@@ -10,9 +10,6 @@ from typing import Any
 
 import jax
 
-from jaxspec.engine.auto import Auto as AutoDrafter
-from jaxspec.engine.executables import MAX_PROGRAMS
-from jaxspec.engine.generation_options import NAMES
 from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.model import Model
 from jaxspec.host.messages import shown
@@ -21,7 +18,10 @@ from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Candidate
 from jaxspec.methods.resources import FilePath
 from jaxspec.model.llama import Params
+from jaxspec.programs.executables import MAX_PROGRAMS
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.session.auto import Auto as AutoDrafter
+from jaxspec.texts.generation_options import NAMES
 
 # A name, a method, or a drafter, alone or with its parameters.
 AnyMethod = MethodName | Method | Drafter | tuple[Drafter, Any]

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.engine.executables import Executables
 from jaxspec.host.progress import Progress
 from jaxspec.methods import LoadedModel
 from jaxspec.model import cache as kv
@@ -18,6 +17,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.tree import Shape, Tree
+from jaxspec.programs.executables import Executables
 
 # The numbers of tokens of the text before those that are compared, and of these, of which the last ones are on this
 # path through this tree. They are in the second block of attention; the first capacity has fewer slots than two blocks.

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.engine.model import Model
-from jaxspec.engine.results import Result
 from jaxspec.host.user_cache import keep, kept, user_cache
 from jaxspec.methods.resources import FilePath
 from jaxspec.protocol import Drafter
+from jaxspec.texts.results import Result
 
 _PROMPT = "If Tom has 3 boxes with 12 apples each, how many apples does he have? Explain each step."
 _NUM_TOKENS = 64

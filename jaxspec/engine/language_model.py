@@ -12,15 +12,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.engine import buckets, head_check, memory, scoring
-from jaxspec.engine import compilation_cache as persistent_cache
-from jaxspec.engine.buckets import START_CAPACITY
+from jaxspec.engine import head_check, scoring
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.drafters import AnyMethod, Drafters
-from jaxspec.engine.generation_options import GenerationOptions, document
-from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.keywords import Keywords
-from jaxspec.engine.loading import (
+from jaxspec.engine.model import Model
+from jaxspec.engine.prepare import QUIET_ROUNDS, STREAM_ROUNDS, Preparation
+from jaxspec.host.arguments import whole
+from jaxspec.host.messages import shown
+from jaxspec.host.progress import Progress
+from jaxspec.host.stages import stage
+from jaxspec.io import checkpoint
+from jaxspec.loading.loading import (
     find_model,
     find_tokenizer,
     fit_to_mesh,
@@ -30,25 +33,23 @@ from jaxspec.engine.loading import (
     resolve_weights,
     unlisted_end,
 )
-from jaxspec.engine.model import Model
-from jaxspec.engine.prepare import QUIET_ROUNDS, STREAM_ROUNDS, Preparation
-from jaxspec.engine.requests import (
+from jaxspec.methods import LoadedModel, Method
+from jaxspec.methods.auto import Auto
+from jaxspec.methods.base import Candidate
+from jaxspec.methods.resources import ModelLike
+from jaxspec.programs import buckets, memory
+from jaxspec.programs import compilation_cache as persistent_cache
+from jaxspec.programs.buckets import START_CAPACITY
+from jaxspec.programs.jax_settings import needed
+from jaxspec.protocol import Drafter
+from jaxspec.texts.generation_options import GenerationOptions, document
+from jaxspec.texts.requests import (
     Messages,
     Prompt,
     Prompts,
     batch_of,
 )
-from jaxspec.engine.results import Piece, Result, Score
-from jaxspec.host.arguments import whole
-from jaxspec.host.messages import shown
-from jaxspec.host.progress import Progress
-from jaxspec.host.stages import stage
-from jaxspec.io import checkpoint
-from jaxspec.methods import LoadedModel, Method
-from jaxspec.methods.auto import Auto
-from jaxspec.methods.base import Candidate
-from jaxspec.methods.resources import ModelLike
-from jaxspec.protocol import Drafter
+from jaxspec.texts.results import Piece, Result, Score
 
 
 def load(
@@ -169,7 +170,7 @@ class LanguageModel(Model):
         tokens are fed. Results are the same. None keeps nothing.
 
     Attributes:
-      prefixes: the kept texts, see `engine.prefix.PrefixStore`; None without `prefix_cache`.
+      prefixes: the kept texts, see `session.prefix.PrefixStore`; None without `prefix_cache`.
 
     Examples:
       >>> from jaxspec.testing import TARGET, params

@@ -11,25 +11,26 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec.costs.rounds import StepCosts
-from jaxspec.engine import exactness, memory, stored_programs
-from jaxspec.engine.auto import Auto, Learnt
-from jaxspec.engine.compiled import Loop
-from jaxspec.engine.drafts import Drafts, place
-from jaxspec.engine.executables import Executables
-from jaxspec.engine.jax_settings import needed
-from jaxspec.engine.loading import check_mesh
-from jaxspec.engine.prefix import PrefixStore
-from jaxspec.engine.requests import Messages, check_text
+from jaxspec.engine import exactness
 from jaxspec.host.arguments import num_bytes
 from jaxspec.io.hf.generation_json import SAMPLING
 from jaxspec.io.methods import cost_files
 from jaxspec.io.methods.method_files import Sampled
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.loading.drafts import Drafts, place
+from jaxspec.loading.loading import check_mesh
 from jaxspec.methods import LoadedModel
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.sharding import automatic
+from jaxspec.programs import memory, stored_programs
+from jaxspec.programs.compiled import Loop
+from jaxspec.programs.executables import Executables
+from jaxspec.programs.jax_settings import needed
+from jaxspec.session.auto import Auto, Learnt
+from jaxspec.session.prefix import PrefixStore
+from jaxspec.texts.requests import Messages, check_text
 
 NO_TEMPLATE = "chat_template_kwargs is for a chat template; give messages, or a text with chat"
 

@@ -7,12 +7,23 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.engine.auto import Awaited, Chosen
 from jaxspec.engine.drafters import AnyMethod, Drafters
-from jaxspec.engine.generation_options import GenerationOptions, split
 from jaxspec.engine.model import NO_TEMPLATE, Model
-from jaxspec.engine.prefix import Prefix
-from jaxspec.engine.requests import (
+from jaxspec.host import processes
+from jaxspec.host.arguments import flag, whole
+from jaxspec.io.hf.generation_json import Rules
+from jaxspec.io.methods.method_files import distribution_name
+from jaxspec.methods import Method, registry
+from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
+from jaxspec.methods.auto import Auto
+from jaxspec.protocol import Acceptor, Weights
+from jaxspec.session.auto import Awaited, Chosen
+from jaxspec.session.prefix import Prefix
+from jaxspec.session.row import Texts
+from jaxspec.session.session import Session
+from jaxspec.session.strategies import Strategy, for_drafter
+from jaxspec.texts.generation_options import GenerationOptions, split
+from jaxspec.texts.requests import (
     RowRequest,
     Stops,
     batch_of,
@@ -24,18 +35,7 @@ from jaxspec.engine.requests import (
     unpadded,
     warn_of_no_effect,
 )
-from jaxspec.engine.results import Piece
-from jaxspec.engine.row import Texts
-from jaxspec.engine.session import Session
-from jaxspec.engine.strategies import Strategy, for_drafter
-from jaxspec.host import processes
-from jaxspec.host.arguments import flag, whole
-from jaxspec.io.hf.generation_json import Rules
-from jaxspec.io.methods.method_files import distribution_name
-from jaxspec.methods import Method, registry
-from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
-from jaxspec.methods.auto import Auto
-from jaxspec.protocol import Acceptor, Weights
+from jaxspec.texts.results import Piece
 
 # The most rounds between two host polls: of a stream, and of a text whose pieces nobody reads.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64

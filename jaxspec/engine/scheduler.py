@@ -8,18 +8,18 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from jaxspec.engine.drafters import AnyMethod
-from jaxspec.engine.generation_options import GenerationOptions
-from jaxspec.engine.jax_settings import needed
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.prepare import STREAM_ROUNDS, acceptor_of
-from jaxspec.engine.requests import RowRequest, needs_sampling
-from jaxspec.engine.results import Piece, Result
-from jaxspec.engine.row import Texts
-from jaxspec.engine.row_settings import Shapes
 from jaxspec.host import processes
 from jaxspec.host.arguments import whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
+from jaxspec.programs.jax_settings import needed
+from jaxspec.session.row import Texts
+from jaxspec.texts.generation_options import GenerationOptions
+from jaxspec.texts.requests import RowRequest, needs_sampling
+from jaxspec.texts.results import Piece, Result
+from jaxspec.texts.row_settings import Shapes
 
 # The groups without requests whose drafters are kept for later requests.
 IDLE_GROUPS = 16
@@ -74,7 +74,7 @@ class Scheduler:
     Requests with the same method, options of the method and acceptor form two groups, the greedy and the sampled ones,
     each of which shares a batch. Both have the same programs; they are separate because a sampled row makes the other
     rows of its batch slower. All other options are numbers of the rows, except the rare ones, see
-    `engine.row_settings.Shapes`, and `exact`. Each step runs one group, see `turns`. The batch of a group begins with
+    `texts.row_settings.Shapes`, and `exact`. Each step runs one group, see `turns`. The batch of a group begins with
     the rows that its requests need (1, 4, 16 …; on a CPU with one, which the others join), gets more when requests
     wait, as far as memory allows, and fewer when most are free. When its last request ends, its caches are freed.
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.engine import buckets, compiled
-from jaxspec.engine.compiled import Loop
 from jaxspec.engine.model import Model
-from jaxspec.engine.requests import is_text_or_ids
-from jaxspec.engine.results import Score
 from jaxspec.host.messages import shown
 from jaxspec.model.llama import Params
 from jaxspec.model.sharding import fetched
+from jaxspec.programs import buckets, compiled
+from jaxspec.programs.compiled import Loop
+from jaxspec.texts.requests import is_text_or_ids
+from jaxspec.texts.results import Score
 
 # The most positions per chunk: each has the logits of the whole vocabulary.
 _MAX_CHUNK = 64

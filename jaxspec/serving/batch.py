@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.engine.results import Result
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.messages import shown
 from jaxspec.methods import registry
@@ -27,6 +26,7 @@ from jaxspec.serving.openai import (
     scored,
 )
 from jaxspec.serving.translation import Prompts, encoded, rows_of, used
+from jaxspec.texts.results import Result
 
 if TYPE_CHECKING:
     from jaxspec.engine.drafters import AnyMethod

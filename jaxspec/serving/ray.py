@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.requests import Messages
-from jaxspec.engine.results import Result
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.texts.requests import Messages
+from jaxspec.texts.results import Result
 
 
 class Generate:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.requests import batch_of
-from jaxspec.engine.results import Statistics
 from jaxspec.host.messages import shown
 from jaxspec.serving.openai import ApiRequest, BadField, usage_of
+from jaxspec.texts.requests import batch_of
+from jaxspec.texts.results import Statistics
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec import methods
-from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.measuring.bench.carry import carried
 from jaxspec.measuring.bench.comparison import compare
 from jaxspec.measuring.bench.speed import (
@@ -21,6 +20,8 @@ from jaxspec.measuring.bench.speed import (
     tokens_per_second,
 )
 from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
+from jaxspec.texts.results import Result, Statistics
+from jaxspec.texts.text import Token
 from tests import tiny
 
 

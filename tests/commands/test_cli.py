@@ -27,8 +27,6 @@ from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import in_options
 from jaxspec.console.parsing import option_names, parse_as
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Piece, Statistics, Token
-from jaxspec.engine.text import RowText, row_text
 from jaxspec.io import embedded, orbax
 from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.hf import huggingface
@@ -42,6 +40,8 @@ from jaxspec.measuring.commands.tune import Tune
 from jaxspec.methods import registry
 from jaxspec.model.llama import num_params
 from jaxspec.testing import reference
+from jaxspec.texts.results import Piece, Statistics
+from jaxspec.texts.text import RowText, Token, row_text
 from tests import caching
 from tests.commands import CONFIG, PROMPT, called, one_error, write_model, write_tokenizer
 from tests.files.test_tokenizer import tokenizer

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import int8_loss
 from jaxspec.cli import main
-from jaxspec.engine.int8 import with_activations
 from jaxspec.engine.language_model import load
+from jaxspec.loading.int8 import with_activations
 from jaxspec.measuring.tuning import fidelity
 from jaxspec.model import cache as kv
 from jaxspec.model import llama

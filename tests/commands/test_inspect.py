@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.engine import compilation_cache
 from jaxspec.engine.language_model import load
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.commands.inspect import _marks
@@ -31,6 +30,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import run_prompts
+from jaxspec.programs import compilation_cache
 from jaxspec.testing import reference
 from tests import tiny
 from tests.commands import called, one_error

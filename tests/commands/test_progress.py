@@ -17,10 +17,10 @@ import pytest
 from jaxspec import methods
 from jaxspec.console import terminal
 from jaxspec.console.terminal import tell
-from jaxspec.engine.executables import Executables
 from jaxspec.host import progress
 from jaxspec.host.progress import Progress, hidden, shows_progress
 from jaxspec.measuring.bench.comparison import compare, table
+from jaxspec.programs.executables import Executables
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,6 @@ from jaxspec.cli.methods import parse_run
 from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.ngram_drafter import NGram
-from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.host import extras
 from jaxspec.measuring.bench import free_rows, peers, prompts, suite
 from jaxspec.measuring.bench.bench_records import Record
@@ -31,6 +30,8 @@ from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods.base import share_of_step
 from jaxspec.model.llama import floor_bytes
 from jaxspec.testing import language_model
+from jaxspec.texts.results import Result, Statistics
+from jaxspec.texts.text import Token
 from tests import tiny
 from tests.commands import called
 

@@ -29,7 +29,6 @@ from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.drafting.s2d_drafter import S2D
 from jaxspec.drafting.token_recycling_drafter import TokenRecycling
-from jaxspec.engine import compiled
 from jaxspec.heads.dflash.drafter import DFlash
 from jaxspec.heads.eagle.drafter import Eagle
 from jaxspec.heads.hydra.drafter import Hydra
@@ -39,6 +38,7 @@ from jaxspec.model import llama, numerics, prefill
 from jaxspec.model.cache import KVCache
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.tree import Shape, Tree
+from jaxspec.programs import compiled
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import Constant

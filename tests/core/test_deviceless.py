@@ -15,8 +15,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxspec.cli import main
-from jaxspec.engine import executables
-from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.host.extras import MissingExtra
 from jaxspec.io.hf import config_json
 from jaxspec.io.trained_for import TrainedFor
@@ -29,6 +27,8 @@ from jaxspec.methods import registry
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantisation import Quantised
+from jaxspec.programs import executables
+from jaxspec.programs.compiler_options import compiler_options
 from jaxspec.testing.models import TARGET
 from tests.commands import called, one_error
 

@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import exact as exact_benchmark
 from jaxspec.engine import exactness
-from jaxspec.engine.executables import Executables
 from jaxspec.methods import LoadedModel
 from jaxspec.model import cache as kv
 from jaxspec.model import calibration, llama
@@ -21,6 +20,7 @@ from jaxspec.model.lora import Adapted
 from jaxspec.model.numerics import linear, rms_norm
 from jaxspec.model.quantisation import quantise, quantised, with_outliers
 from jaxspec.model.tree import Shape, Tree
+from jaxspec.programs.executables import Executables
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.testing.contracts import BUDGETS, PROMPTS

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.engine import int8, loading, memory
-from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.io.hf import huggingface
+from jaxspec.loading import int8, loading
 from jaxspec.measuring.line_log import LineLog
 from jaxspec.measuring.tuning.mask_search import _header
 from jaxspec.measuring.tuning.tuning_options import SearchOptions
@@ -22,6 +21,8 @@ from jaxspec.model import llama
 from jaxspec.model.numerics import linear
 from jaxspec.model.quantisation import is_quantised, quantise, quantised
 from jaxspec.model.sharding import with_copies, without_copies
+from jaxspec.programs import memory
+from jaxspec.programs.compiler_options import compiler_options
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.testing import contracts, reference

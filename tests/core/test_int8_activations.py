@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.engine import int8
-from jaxspec.engine.loading import place_params
 from jaxspec.io import checkpoint
+from jaxspec.loading import int8
+from jaxspec.loading.loading import place_params
 from jaxspec.methods import LoadedModel
 from jaxspec.model import calibration, llama
 from jaxspec.model.numerics import linear

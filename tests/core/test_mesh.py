@@ -19,10 +19,10 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxspec.console.errors import Guard
-from jaxspec.engine.loading import fit_to_mesh, place_params
 from jaxspec.io import checkpoint, orbax
 from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
+from jaxspec.loading.loading import fit_to_mesh, place_params
 from jaxspec.measuring.aot import programs
 from jaxspec.measuring.aot.stand_ins import model_shape
 from jaxspec.model import llama
@@ -98,7 +98,7 @@ import jax
 from jaxspec import LanguageModel
 from jaxspec.measuring.bench import steps
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
-from jaxspec.engine import buckets, compiled
+from jaxspec.programs import buckets, compiled
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import quantise

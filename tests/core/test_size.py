@@ -18,21 +18,25 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
-    ".": 970,
+    ".": 980,
     "cli": 700,
     "console": 940,
     "costs": 250,
     "decoding": 520,
     "drafting": 1690,
-    "engine": 4540,
+    "engine": 1270,
     "heads": 2390,
     "host": 680,
     "io": 3450,
+    "loading": 490,
     "measuring": 6380,
     "methods": 1500,
     "model": 1410,
+    "programs": 950,
     "serving": 2290,
+    "session": 1170,
     "testing": 610,
+    "texts": 680,
 }
 SLACK = 25
 MOST_METHODS, MOST_BRANCHES = 25, 20

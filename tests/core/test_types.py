@@ -13,24 +13,24 @@ from pathlib import Path
 import pytest
 
 import jaxspec
-from jaxspec.engine.generation_options import NAMES
+from jaxspec.texts.generation_options import NAMES
 from tests import keywords
 
 ROOT = Path(__file__).parents[2]
 # Each line is a call and what mypy should say of it.
 CALLS = {
-    'lm.generate("a", method="layerskip", exit_layer=3, max_new_tokens=5)': "jaxspec.engine.results.Result",
-    "lm.generate([1, 2], stop_rule='confidence')": "jaxspec.engine.results.Result",
-    'lm.generate(["a", "b"], max_new_tokens=[1, 2])': "list[jaxspec.engine.results.Result]",
-    "lm.generate([[1, 2], [3]])": "list[jaxspec.engine.results.Result]",
-    "lm.generate(messages=talk)": "jaxspec.engine.results.Result",
-    "lm.generate(messages=[talk, talk])": "list[jaxspec.engine.results.Result]",
-    'lm.stream("a")': "typing.Iterator[jaxspec.engine.results.Piece]",
-    'lm.stream(["a"], max_batch=1)': "typing.Iterator[jaxspec.engine.results.Piece]",
+    'lm.generate("a", method="layerskip", exit_layer=3, max_new_tokens=5)': "jaxspec.texts.results.Result",
+    "lm.generate([1, 2], stop_rule='confidence')": "jaxspec.texts.results.Result",
+    'lm.generate(["a", "b"], max_new_tokens=[1, 2])': "list[jaxspec.texts.results.Result]",
+    "lm.generate([[1, 2], [3]])": "list[jaxspec.texts.results.Result]",
+    "lm.generate(messages=talk)": "jaxspec.texts.results.Result",
+    "lm.generate(messages=[talk, talk])": "list[jaxspec.texts.results.Result]",
+    'lm.stream("a")': "typing.Iterator[jaxspec.texts.results.Piece]",
+    'lm.stream(["a"], max_batch=1)': "typing.Iterator[jaxspec.texts.results.Piece]",
     'lm.generate("a").text': "str | None",
-    'lm.generate("a", jaxspec.GenerationOptions(seed=3), top_k=2)': "jaxspec.engine.results.Result",
-    'lm.generate("a", method="auto", among=["ngram", "suffix"])': "jaxspec.engine.results.Result",
-    'lm.generate("a", method=jaxspec.methods.LayerSkip(exit_layer=3))': "jaxspec.engine.results.Result",
+    'lm.generate("a", jaxspec.GenerationOptions(seed=3), top_k=2)': "jaxspec.texts.results.Result",
+    'lm.generate("a", method="auto", among=["ngram", "suffix"])': "jaxspec.texts.results.Result",
+    'lm.generate("a", method=jaxspec.methods.LayerSkip(exit_layer=3))': "jaxspec.texts.results.Result",
 }
 WRONG = {
     'lm.generate("a", max_new_tokens="x")': "max_new_tokens",

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import jaxspec.heads
-from jaxspec.engine import requests
 from jaxspec.heads import kinds
 from jaxspec.heads.files import read_head
 from jaxspec.heads.writer import write_head
 from jaxspec.methods import registry
 from jaxspec.testing import TARGET, contracts, params
+from jaxspec.texts import requests
 from tests import tiny
 from training.losses.base import next_token
 

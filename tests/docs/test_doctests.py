@@ -31,7 +31,7 @@ PUBLIC = (
     "jaxspec/engine/language_model.py",
     "jaxspec/engine/model.py",
     "jaxspec/engine/conversation.py",
-    "jaxspec/engine/results.py",
+    "jaxspec/texts/results.py",
     "jaxspec/engine/scheduler.py",
     "jaxspec/serving/ray.py",
     "jaxspec/serving/batch_files.py",

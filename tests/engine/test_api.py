@@ -19,11 +19,11 @@ import jaxspec
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.ngram_drafter import NGram
-from jaxspec.engine import buckets, memory
-from jaxspec.engine import executables as module
-from jaxspec.engine.executables import Executables
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.model import cache
+from jaxspec.programs import buckets, memory
+from jaxspec.programs import executables as module
+from jaxspec.programs.executables import Executables
 from jaxspec.protocol import Outcome, Weights
 from tests import tiny
 

@@ -15,12 +15,12 @@ from jaxspec.costs import expectations
 from jaxspec.costs.rounds import StepCosts
 from jaxspec.decoding import Parts
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
-from jaxspec.engine import compilation_cache
-from jaxspec.engine.auto import Learnt
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.io.methods import auto_file
 from jaxspec.methods import Auto, LayerSkip, NGram
+from jaxspec.programs import compilation_cache
+from jaxspec.session.auto import Learnt
 from jaxspec.testing import reference
 from tests import caching, tiny
 from tests.engine.test_prefix import SPREAD
@@ -64,7 +64,7 @@ def test_trees_are_candidates_beside_an_exit():
     lm = tiny.language_model()
     lm.step_costs = CHEAP
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxspec.engine.buckets.START_CAPACITY", 32)
+        patch.setattr("jaxspec.programs.buckets.START_CAPACITY", 32)
         for temperature in (0.0, 1.0):
             options = {"temperature": temperature, "seed": 7, "max_new_tokens": lengths, "max_batch": 2}
             among = ("token-recycling", "ngram", "layerskip")
@@ -86,7 +86,7 @@ def test_trees_are_candidates_beside_an_exit():
 )
 def test_random_models_have_the_texts_of_plain_decoding(monkeypatch, among, changes, options):
     """67 models, four texts in a batch of two rows that grows and is refilled, greedy and sampled."""
-    monkeypatch.setattr("jaxspec.engine.buckets.START_CAPACITY", 32)
+    monkeypatch.setattr("jaxspec.programs.buckets.START_CAPACITY", 32)
     config, executables = dataclasses.replace(tiny.TARGET, **changes), None
     for number in range(67):
         rng = np.random.default_rng(number)
@@ -252,7 +252,7 @@ def test_an_error_of_the_compiler_is_the_callers(monkeypatch):
         raise ValueError("no such instruction")
 
     model = tiny.language_model()
-    monkeypatch.setattr("jaxspec.engine.executables._compiled", fails)
+    monkeypatch.setattr("jaxspec.programs.executables._compiled", fails)
     with pytest.raises(ValueError, match="no such instruction"):
         model.warm_up(**ALL)
     scheduler = Scheduler(model)

@@ -10,7 +10,7 @@ import pytest
 
 WORK = """
 import sys, threading, time
-from jaxspec.engine.background import Worker
+from jaxspec.programs.background import Worker
 
 begun, worker = threading.Event(), Worker("work")
 
@@ -26,7 +26,7 @@ begun.wait()
 """
 FOREVER = """
 import os, signal, threading
-from jaxspec.engine import background
+from jaxspec.programs import background
 
 begun, worker = threading.Event(), background.Worker("work")
 

@@ -15,8 +15,8 @@ import pytest
 from jax._src import path as jax_path
 
 import jaxspec
-from jaxspec.engine import compilation_cache
 from jaxspec.io.hf import huggingface
+from jaxspec.programs import compilation_cache
 from tests import caching, tiny
 
 

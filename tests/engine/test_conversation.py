@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from jaxspec.engine import buckets, compiled
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.config import RopeScaling
+from jaxspec.programs import buckets, compiled
 from tests import tiny
 
 TEMPLATE = (

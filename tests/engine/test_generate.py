@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.text import StopStrings
+from jaxspec.texts.text import StopStrings
 from tests import tiny
 
 PROMPTS = ["c", "dabababc"]

@@ -14,8 +14,8 @@ from jaxspec import LanguageModel, decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
-from jaxspec.engine import jax_settings
-from jaxspec.engine.loading import NoDevice, devices_of
+from jaxspec.loading.loading import NoDevice, devices_of
+from jaxspec.programs import jax_settings
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, seed_key
 from tests import tiny

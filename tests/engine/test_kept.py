@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from jaxspec.engine import compilation_cache
-from jaxspec.engine.executables import Executables
-from jaxspec.engine.stored_programs import Key
 from jaxspec.host import progress, user_cache
 from jaxspec.methods import registry
+from jaxspec.programs import compilation_cache
+from jaxspec.programs.executables import Executables
+from jaxspec.programs.stored_programs import Key
 from tests import caching
 
 
@@ -52,7 +52,7 @@ def test_a_program_is_compiled_once_for_all_processes(kept):
 def test_what_is_waited_for_is_said(kept, monkeypatch, caplog):
     said = []
     monkeypatch.setattr(progress.Progress, "__call__", lambda self, what: said.append(what))
-    caplog.set_level("INFO", "jaxspec.engine.executables")
+    caplog.set_level("INFO", "jaxspec.programs.executables")
     for _ in range(2):
         Executables().call(doubled, jnp.ones(5))
     assert said == ["compiling doubled, once for this model, kept on disk", "loading doubled"]

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from jaxspec.decoding import Caches
-from jaxspec.engine import buckets, compiled
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.arguments import num_bytes
 from jaxspec.model import cache as kv
+from jaxspec.programs import buckets, compiled
+from jaxspec.session.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 from tests import tiny
 
 SYSTEM = [3, 5, 8, 2, 9, 4, 7, 11, 6, 3, 5, 10, 2, 8, 12, 4, 9, 9, 3, 7]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.engine import int8, loading, ready_weights
+from jaxspec.loading import int8, loading, ready_weights
 from tests import caching, gguf_files, tiny
 
 PROMPT = [3, 4, 5]
@@ -164,7 +164,7 @@ def test_the_files_that_were_used_least_recently_give_way(model, tmp_path, monke
 
 
 def test_without_room_or_a_cache_nothing_is_kept(model, makes, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxspec.engine.ready_weights._SHARE", 0)
+    monkeypatch.setattr("jaxspec.loading.ready_weights._SHARE", 0)
     jaxspec.load(model)
     settled()
     assert not list((tmp_path / "cache" / "weights").iterdir())

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.engine.results import Token
-from jaxspec.engine.row import recount
+from jaxspec.session.row import recount
+from jaxspec.texts.text import Token
 
 rounds = st.lists(
     st.integers(0, 5).flatmap(lambda verified: st.tuples(st.just(verified), st.integers(0, verified))),

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxspec import methods
-from jaxspec.engine import buckets, memory
 from jaxspec.engine import scheduler as module
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.engine.session import Session
 from jaxspec.model import cache
+from jaxspec.programs import buckets, memory
+from jaxspec.session.session import Session
 from tests import tiny
 
 SHORT = ((5,), (7, 1, 7, 1, 7, 1, 7, 2), (3, 4), (1, 2, 3), (9, 8, 7))

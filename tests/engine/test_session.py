@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor
-from jaxspec.engine import buckets, compiled, language_model
-from jaxspec.engine.buckets import bucket
-from jaxspec.engine.compiled import Loop
-from jaxspec.engine.feeding import Feeding
-from jaxspec.engine.requests import RowRequest
-from jaxspec.engine.session import Session
-from jaxspec.engine.strategies import for_drafter
+from jaxspec.engine import language_model
+from jaxspec.programs import buckets, compiled
+from jaxspec.programs.buckets import bucket
+from jaxspec.programs.compiled import Loop
 from jaxspec.protocol import Weights
+from jaxspec.session.feeding import Feeding
+from jaxspec.session.session import Session
+from jaxspec.session.strategies import for_drafter
+from jaxspec.texts.requests import RowRequest
 from tests import tiny
 
 PROMPTS = ((5,), (7, 1, 7, 1, 7, 1, 7, 2))
@@ -223,8 +224,8 @@ def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_chunks, method):
 def test_free_rows_of_a_large_batch_wait_for_others(monkeypatch, platform, budgets, sizes):
     """On an accelerator a prefill serves several rows."""
     monkeypatch.setattr(Loop, "platform", platform)
-    monkeypatch.setattr("jaxspec.engine.session.REFILL_FRACTION", 2)
-    monkeypatch.setattr("jaxspec.engine.session.REFILL_ROUNDS", 17)
+    monkeypatch.setattr("jaxspec.session.session.REFILL_FRACTION", 2)
+    monkeypatch.setattr("jaxspec.session.session.REFILL_ROUNDS", 17)
     found, ended, insert = [], {}, Session._insert
 
     def spy(self, rows, others, emitted):

@@ -17,12 +17,12 @@ from jaxspec.cli import main
 from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import Guard
 from jaxspec.console.terminal import printable
-from jaxspec.engine.requests import MAX_PENALTY, RowRequest
-from jaxspec.engine.row_settings import Shapes
 from jaxspec.io.hf import generation_json
 from jaxspec.io.hf.generation_json import Rules
 from jaxspec.sampling import MIN_TEMPERATURE
 from jaxspec.testing import reference
+from jaxspec.texts.requests import MAX_PENALTY, RowRequest
+from jaxspec.texts.row_settings import Shapes
 from tests import tiny
 from tests.commands import write_model, write_tokenizer
 

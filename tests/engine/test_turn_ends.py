@@ -9,9 +9,9 @@ import pytest
 
 import jaxspec
 from jaxspec.cli.options import unescaped
-from jaxspec.engine.text import RowText
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.testing import language_model
+from jaxspec.texts.text import RowText
 from tests.commands import called, write_model, write_tokenizer
 
 PLAIN = {"max_new_tokens": 24, "ignore_eos": True}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxspec.engine import buckets
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.programs import buckets
 from tests import tiny
 
 LONG = [3, 4, 5] * 12

@@ -14,11 +14,11 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from jaxspec.cli import main
-from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint
 from jaxspec.io.gguf import gguf as models
 from jaxspec.io.gguf.container import BLOCKS, PLAIN, read
 from jaxspec.io.hf import huggingface
+from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.testing import reference
 from tests import gguf_files

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.engine import memory
-from jaxspec.engine.loading import find_model
 from jaxspec.host import files
 from jaxspec.io import tensors
 from jaxspec.io.embedded import EMBEDDED, embedded_model, embedded_names
 from jaxspec.io.hf import config_json, huggingface
+from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
 from jaxspec.model.sharding import with_copies
+from jaxspec.programs import memory
 from jaxspec.testing import reference
 
 MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"

@@ -9,10 +9,10 @@ import huggingface_hub
 import pytest
 
 import jaxspec
-from jaxspec.engine.loading import find_model
 from jaxspec.io import checkpoint
 from jaxspec.io.embedded import PUBLISHED, Published
 from jaxspec.io.user_data import home
+from jaxspec.loading.loading import find_model
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 REAL = Path(__file__).parents[3] / "shared" / "data" / "models" / "smollm2-135m-instruct"

@@ -13,7 +13,6 @@ import pytest
 
 from jaxspec import methods
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
-from jaxspec.engine import memory
 from jaxspec.heads import files as heads
 from jaxspec.heads.hydra.drafter import Hydra
 from jaxspec.heads.hydra.network import HydraConfig
@@ -22,6 +21,7 @@ from jaxspec.heads.medusa.drafter import Medusa
 from jaxspec.heads.medusa.network import MedusaConfig
 from jaxspec.io.hf import huggingface
 from jaxspec.methods.trees import grown
+from jaxspec.programs import memory
 from jaxspec.testing import reference as slow
 from tests import tiny
 from tests.heads import reference

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from benchmarks.auto_guarantee import _priced
-from jaxspec.engine.results import Token
+from jaxspec.texts.text import Token
 
 
 def text(records: list[Token], drafted_by: str) -> types.SimpleNamespace:

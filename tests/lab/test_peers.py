@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import peers
 from jaxspec.engine.language_model import load
-from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.texts.results import Result, Statistics
+from jaxspec.texts.text import Token
 from tests.commands import write_tiny
 
 # Milliseconds per token of the stand-ins.

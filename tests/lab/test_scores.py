@@ -12,13 +12,14 @@ import pytest
 from benchmarks.papers.oracle import oracle
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.measuring.bench import prompts, speed
 from jaxspec.measuring.tuning import objectives
 from jaxspec.measuring.tuning.texts import read_prompts
 from jaxspec.measuring.tuning.tuning_options import PromptOptions
 from jaxspec.methods import registry
 from jaxspec.model import llama
+from jaxspec.texts.results import Result, Statistics
+from jaxspec.texts.text import Token
 from tests import tiny
 
 

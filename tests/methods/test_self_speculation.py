@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from jaxspec.drafting.layerskip_drafter import LayerSkip
-from jaxspec.engine.executables import MAX_VARIANTS, Executables
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.requests import drawn_apart
 from jaxspec.io.methods import method_files
 from jaxspec.io.methods.method_files import ASDNumbers, ProbeFile
 from jaxspec.methods import LoadedModel, Resources, registry
 from jaxspec.model.plan import LayerPlan
+from jaxspec.programs.executables import MAX_VARIANTS, Executables
 from jaxspec.stopping import AdaptiveGamma, AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
+from jaxspec.texts.requests import drawn_apart
 from tests import tiny
 
 CONFIG = dataclasses.replace(tiny.DEEP, eos_token_ids=(tiny.EOS,))
@@ -339,7 +339,7 @@ def test_rows_of_a_shared_mask_are_drawn_apart(monkeypatch, shares, acceptor, me
     """The mask depends on all live rows: equal randomness in another row would reveal the next draws."""
     apart = []
     monkeypatch.setattr(
-        "jaxspec.engine.session.drawn_apart", lambda rows: apart.append(rows) or drawn_apart(rows)
+        "jaxspec.session.session.drawn_apart", lambda rows: apart.append(rows) or drawn_apart(rows)
     )
     second = {"second": "asd"} if method == "hybrid" else {}
     shared.stream(

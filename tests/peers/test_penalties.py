@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 import transformers  # noqa: E402
 
 import jaxspec  # noqa: E402
-from jaxspec.engine.requests import RowRequest  # noqa: E402
-from jaxspec.engine.row_settings import Shapes  # noqa: E402
 from jaxspec.io.hf.generation_json import Rules  # noqa: E402
+from jaxspec.texts.requests import RowRequest  # noqa: E402
+from jaxspec.texts.row_settings import Shapes  # noqa: E402
 
 pytestmark = pytest.mark.peers
 

@@ -16,9 +16,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Piece, Result, Statistics, Token
 from jaxspec.engine.scheduler import Event, Scheduler
-from jaxspec.engine.text import RowText, row_text
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method, registry
 from jaxspec.serving.server.answers import scores_of
@@ -26,6 +24,8 @@ from jaxspec.serving.server.app import Api, Settings
 from jaxspec.serving.server.engine_thread import EngineThread
 from jaxspec.serving.server.metrics import Metrics
 from jaxspec.testing import language_model
+from jaxspec.texts.results import Piece, Result, Statistics
+from jaxspec.texts.text import RowText, Token, row_text
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}e {% endfor %}"
 

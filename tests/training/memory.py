@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.engine import buckets
 from jaxspec.io import orbax
 from jaxspec.io.hf import huggingface
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.programs import buckets
 from tests import gguf_files
 from training import export as exporting
 from training import own_text, probe, prompt_options, soft, start

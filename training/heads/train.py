@@ -16,8 +16,6 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.loading import find_model
-from jaxspec.engine.results import played_rounds
 from jaxspec.heads import kinds as head_kinds
 from jaxspec.heads.files import head_name
 from jaxspec.heads.writer import write_head
@@ -25,11 +23,13 @@ from jaxspec.host import files, lock, processes
 from jaxspec.io import checkpoint
 from jaxspec.io.methods import acceptance_file, vocabulary_file
 from jaxspec.io.user_data import home
+from jaxspec.loading.loading import find_model
 from jaxspec.measuring.bench.speed import acceptance, rows
 from jaxspec.measuring.bench.timing import measure_runs
 from jaxspec.measuring.tuning.acceptance_counts import fitted
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.texts.results import played_rounds
 from training import command, job, outputs, prompt_options, run
 from training.data import bpe_tokenizer, conversations, sources
 from training.data.packing import Windows

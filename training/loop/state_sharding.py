@@ -19,11 +19,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxspec.engine.loading import devices_of, resolve_mesh
 from jaxspec.host.files import read_json
 from jaxspec.io import checkpoint, orbax
 from jaxspec.io.hf.huggingface import is_orbax
 from jaxspec.io.methods import method_files
+from jaxspec.loading.loading import devices_of, resolve_mesh
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
 from jaxspec.model.quantisation import quantise

@@ -20,11 +20,6 @@ from jax.typing import DTypeLike
 
 from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor
 from jaxspec.decoding import DecodeState, Parts, Request
-from jaxspec.engine import compiled
-from jaxspec.engine.buckets import bucket
-from jaxspec.engine.compiler_options import compiler_options
-from jaxspec.engine.requests import RowRequest
-from jaxspec.engine.row_settings import Shapes, distribution_of
 from jaxspec.host.extras import require
 from jaxspec.io.methods.method_files import PLAN_NAME, distribution_name, read_plan
 from jaxspec.measuring.aot.accelerators import Topology
@@ -36,8 +31,13 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantisation import is_quantised, shardings_for
 from jaxspec.model.sharding import param_shardings, state_shardings
+from jaxspec.programs import compiled
+from jaxspec.programs.buckets import bucket
+from jaxspec.programs.compiler_options import compiler_options
 from jaxspec.protocol import Drafter, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
+from jaxspec.texts.requests import RowRequest
+from jaxspec.texts.row_settings import Shapes, distribution_of
 
 
 def devices(topology: Topology) -> Sequence[jax.Device]:
@@ -111,7 +111,7 @@ class Place:
         return {name: self.put(part, shardings.get(name)) for name, part in params.items()}
 
     def put_state(self, state: Any) -> Any:
-        """Returns the shapes of a loop's state, sharded as `engine.compiled` returns it."""
+        """Returns the shapes of a loop's state, sharded as `programs.compiled` returns it."""
         return self.put(state, None if self.mesh is None else state_shardings(self.mesh, state))
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxspec.engine.loading import find_model
 from jaxspec.heads import files as heads
 from jaxspec.heads.kinds import KINDS
 from jaxspec.io import checkpoint
 from jaxspec.io.methods import method_files, vocabulary_file
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.loading.loading import find_model
 from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.methods import LoadedModel
 from jaxspec.methods.resources import LoadedHead

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.engine.executables import VariantCounts
-from jaxspec.engine.results import Result, Statistics, Token
+from jaxspec.programs.executables import VariantCounts
+from jaxspec.texts.results import Result, Statistics
+from jaxspec.texts.text import Token
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 from jaxspec.console.tables import Table
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.requests import Messages, Prompt
-from jaxspec.engine.results import Result
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.measuring.bench.carry import carried
 from jaxspec.measuring.bench.speed import acceptance, first_token_ms, speed_ratio, tokens_per_second
 from jaxspec.measuring.bench.timing import Run, measure_runs
 from jaxspec.methods import Method, registry
 from jaxspec.sampling import is_greedy
+from jaxspec.texts.requests import Messages, Prompt
+from jaxspec.texts.results import Result
 
 BASELINE = "autoregressive"
 # The mean acceptance length has two columns, because both definitions are in use.
@@ -67,7 +67,7 @@ def compare(
       number of new tokens), `first_token_ms` (from the call to the first token without compilation, the median over
       the repeats), `tokens_per_second`, `speedup` over autoregressive, the figures of `speed.acceptance`,
       `identical_to_autoregressive` (None when sampling, because only the distributions are equal), and `lossy`
-      (True if the distributions differ too, see `engine.results.Result`). Undefined numbers are None.
+      (True if the distributions differ too, see `texts.results.Result`). Undefined numbers are None.
 
     Raises:
       ValueError: `repeats` is below 1, or an error of `lm.generate`.

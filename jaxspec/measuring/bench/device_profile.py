@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
-from jaxspec.engine import int8
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.engine.loading import fit_to_mesh, resolve_mesh, resolve_placement, resolve_weights
-from jaxspec.engine.memory import check_fits
 from jaxspec.host.progress import OnProgress, shows_progress
+from jaxspec.loading import int8
+from jaxspec.loading.loading import fit_to_mesh, resolve_mesh, resolve_placement, resolve_weights
 from jaxspec.measuring.bench.steps import (
     CAPACITY,
     PREFILL,
@@ -36,6 +35,7 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import quantise
 from jaxspec.model.sharding import param_shardings
 from jaxspec.model.tree import Shape
+from jaxspec.programs.memory import check_fits
 from jaxspec.protocol import Weights
 from jaxspec.sampling import seed_key
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.prefill import run_prompts
 from jaxspec.model.sharding import fetched
+from jaxspec.programs.buckets import bucket, prefill_chunk_size
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.loading import find_model
-from jaxspec.engine.results import Result, Statistics, Token
 from jaxspec.host.extras import require
 from jaxspec.io.gguf.container import is_gguf
+from jaxspec.loading.loading import find_model
 from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
 from jaxspec.sampling import is_greedy
+from jaxspec.texts.results import Result, Statistics
+from jaxspec.texts.text import Token
 
 # Our method → the name of the run of its counterpart in transformers.
 _NAMES: dict[type[Method], str] = {

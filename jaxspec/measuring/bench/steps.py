@@ -19,8 +19,6 @@ from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.drafting.ngram_drafter import NGram
-from jaxspec.engine import compiled
-from jaxspec.engine.buckets import prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
@@ -29,6 +27,8 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import put, state_shardings
 from jaxspec.model.tree import Parents, Shape
+from jaxspec.programs import compiled
+from jaxspec.programs.buckets import prefill_chunk_size
 from jaxspec.protocol import Drafter, Proposal, State, View, Weights
 from jaxspec.sampling import Distribution, Greedy, seed_key
 from jaxspec.stopping import Constant

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.measuring.bench.bench_records import Difference, Record
@@ -32,6 +31,7 @@ from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods import Auto, Method, registry
 from jaxspec.model.sharding import fetched
 from jaxspec.sampling import is_greedy
+from jaxspec.texts.results import Result
 
 FORMAT = "jaxspec.bench/1"
 # Arrays of at most this size are hashed completely. For a larger array, only a part of the first row and of the last

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from jax.sharding import Mesh
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Result
 from jaxspec.host import processes
 from jaxspec.host.progress import OnProgress, shows_progress
+from jaxspec.texts.results import Result
 
 # (prompt, number of the turn) → the generated text; the number of the turn is the seed when sampling.
 Run = Callable[[Any, int], Result]

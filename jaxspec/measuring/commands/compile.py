@@ -71,7 +71,7 @@ class Compile:
         hlo = None if self.hlo is None else writable(self.hlo, "hlo")
         compile_only()
         with Progress() as progress:
-            from jaxspec.engine.loading import DTYPES, resolve_weights
+            from jaxspec.loading.loading import DTYPES, resolve_weights
             from jaxspec.measuring.aot.programs import Place, devices, make
             from jaxspec.measuring.aot.report import build, report
             from jaxspec.measuring.aot.stand_ins import model_shape

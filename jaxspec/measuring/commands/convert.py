@@ -44,11 +44,11 @@ class Convert:
 
     def run(self) -> int:
         """Converts; returns the exit status."""
-        from jaxspec.engine.loading import find_model
         from jaxspec.io import checkpoint
         from jaxspec.io.hf import huggingface
         from jaxspec.io.hf.config_json import config_json
         from jaxspec.io.tokenizers import tokenizer
+        from jaxspec.loading.loading import find_model
 
         save: Callable[..., None] = huggingface.save
         if self.to == "orbax":
@@ -98,9 +98,9 @@ def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:
     import jax
     import numpy as np
 
-    from jaxspec.engine.loading import devices_of
     from jaxspec.io import checkpoint
     from jaxspec.io.hf import huggingface
+    from jaxspec.loading.loading import devices_of
 
     wanted = None if dtype is None else np.dtype(dtype)
     with jax.default_device(devices_of("cpu")[0]):
@@ -117,8 +117,8 @@ def _fidelity(source: Path, config: LlamaConfig, params: Params, progress: Progr
     """Returns lines about the fidelity of int8, see `tuning.fidelity`."""
     import jax
 
-    from jaxspec.engine.loading import devices_of, find_tokenizer
     from jaxspec.io import checkpoint
+    from jaxspec.loading.loading import devices_of, find_tokenizer
     from jaxspec.measuring.tuning import fidelity
 
     text = fidelity.held_out_text(checkpoint.directory_of(source))

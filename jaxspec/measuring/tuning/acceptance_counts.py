@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxspec.costs.expectations import Expectation
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import played_rounds
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.methods.base import Candidate
+from jaxspec.texts.results import played_rounds
 
 # Decimals in the file; an estimate from a few texts is not more precise.
 _DIGITS = 3

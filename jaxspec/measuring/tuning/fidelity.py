@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.engine.int8 import with_activations
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
+from jaxspec.loading.int8 import with_activations
 from jaxspec.measuring.bench import prompts
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig

@@ -14,9 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.drafting.asd_drafter import admg
-from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.requests import Prompt
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.bench import prompts as prompt_set
@@ -28,6 +26,8 @@ from jaxspec.model.llama import Params, floor_bytes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import run_prompts
 from jaxspec.model.sharding import fetched
+from jaxspec.programs.buckets import bucket, prefill_chunk_size
+from jaxspec.texts.requests import Prompt
 
 DEFAULT_BUDGET = 64
 SUBLAYERS = ("attention", "mlp")

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.engine.buckets import bucket, prefill_chunk_size
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.files import ending, read_text
 from jaxspec.host.progress import OnProgress, shows_progress
@@ -19,6 +18,7 @@ from jaxspec.measuring.bench.suite_options import check_budget
 from jaxspec.measuring.tuning.agreement import AgreementTexts, prepare
 from jaxspec.measuring.tuning.tuning_options import PromptOptions
 from jaxspec.model.sharding import local
+from jaxspec.programs.buckets import bucket, prefill_chunk_size
 
 _USUAL = PromptOptions()
 # Number of prompts per kind of work if no files are given.

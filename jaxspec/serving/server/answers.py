@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.results import Score
-from jaxspec.engine.text import TokenTexts
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
 from jaxspec.methods import Method, registry
 from jaxspec.serving.openai import ApiRequest, BadField, Part, TokenScore, finish_reason, scored
 from jaxspec.serving.server.engine_thread import Job, News, Unavailable
 from jaxspec.serving.translation import Prompts, used
+from jaxspec.texts.results import Score
+from jaxspec.texts.text import TokenTexts
 
 
 def method_of(request: ApiRequest, default: Method, allowed: Sequence[Method] | None = None) -> Method:

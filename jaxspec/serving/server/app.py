@@ -24,13 +24,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxspec.engine.background import Worker
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.arguments import flag
 from jaxspec.host.files import parse_json
 from jaxspec.host.messages import shown
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method
+from jaxspec.programs.background import Worker
 from jaxspec.serving.openai import CHAT, COMPLETIONS, ApiRequest, BadField, Responses, request_of
 from jaxspec.serving.server.answers import Answer, method_of
 from jaxspec.serving.server.engine_thread import EngineThread

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxspec.engine.results import Piece, Result, Score
 from jaxspec.engine.scheduler import Event
+from jaxspec.texts.results import Piece, Result, Score
 
 _LOG = logging.getLogger(__name__)
 # How long the event loop waits for the thread at the end: it may be compiling.

@@ -16,10 +16,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from jaxspec.console import interrupts
-from jaxspec.engine import executables
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods import Method
+from jaxspec.programs import executables
 from jaxspec.serving.server.answers import scores_of
 from jaxspec.serving.server.app import Api, Settings
 from jaxspec.serving.server.connections import Connection

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.engine import int8
-from jaxspec.engine.ready_weights import ReadyWeights
 from jaxspec.host import processes
 from jaxspec.host.mesh_text import parse_mesh
 from jaxspec.host.messages import shown
@@ -25,6 +23,8 @@ from jaxspec.io.embedded import PUBLISHED, embedded_model, embedded_names, is_pu
 from jaxspec.io.methods.method_files import Sampled, sampled_rows
 from jaxspec.io.tokenizers.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from jaxspec.io.user_data import model_data
+from jaxspec.loading import int8
+from jaxspec.loading.ready_weights import ReadyWeights
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantisation import is_multiplied, quantised, sharding_of

@@ -15,14 +15,14 @@ from jaxspec.costs.prices import expected_speedups
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.choosing_drafter import Choosing
-from jaxspec.engine import compiled
-from jaxspec.engine.compiled import Loop
-from jaxspec.engine.executables import Call
-from jaxspec.engine.results import Expected
-from jaxspec.engine.strategies import Always, Turn
 from jaxspec.io.methods import auto_file, price_file
 from jaxspec.model.sharding import fetched
+from jaxspec.programs import compiled
+from jaxspec.programs.compiled import Loop
+from jaxspec.programs.executables import Call
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.session.strategies import Always, Turn
+from jaxspec.texts.results import Expected
 
 
 class Learnt:

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.decoding import Stats
-from jaxspec.engine.executables import VariantCounts
-from jaxspec.engine.requests import RowRequest, Stops
-from jaxspec.engine.results import FinishReason, Piece, Result, Statistics, Token, played_rounds
-from jaxspec.engine.session import Session, Update
-from jaxspec.engine.strategies import Strategy
-from jaxspec.engine.text import RowText, row_text
 from jaxspec.host import processes
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
+from jaxspec.programs.executables import VariantCounts
+from jaxspec.session.session import Session, Update
+from jaxspec.session.strategies import Strategy
+from jaxspec.texts.requests import RowRequest, Stops
+from jaxspec.texts.results import FinishReason, Piece, Result, Statistics, played_rounds
+from jaxspec.texts.text import RowText, Token, row_text
 
 
 class Moment(NamedTuple):

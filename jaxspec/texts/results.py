@@ -8,39 +8,14 @@ import itertools
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from jaxspec.engine.executables import VariantCounts
-
-if TYPE_CHECKING:
-    from jaxspec.engine.text import RowText
+from jaxspec.programs.executables import VariantCounts
+from jaxspec.texts.text import RowText, Token
 
 # Readable on a light and on a dark page.
 _DRAFTED = "rgba(46, 160, 67, 0.35)"
 FinishReason = Literal["eos", "stop", "length", "error"]
-
-
-class Token(NamedTuple):
-    """One generated token, with the details of its round.
-
-    Attributes:
-      id: the token id.
-      drafted: whether it was an accepted draft token; otherwise the target's own token, the last of its round.
-      proposed: the number of draft tokens that its round verified.
-      round: the number of its round, from 1; 0 for the first token, which comes from the prefill.
-      log_prob: its log-probability under the model's raw distribution (temperature 1, no filter); None if not
-        requested.
-
-    Examples:
-      >>> Token(7, drafted=True, proposed=3, round=1).drafted
-      True
-    """
-
-    id: int
-    drafted: bool = False
-    proposed: int = 0
-    round: int = 0
-    log_prob: float | None = None
 
 
 class Score(NamedTuple):

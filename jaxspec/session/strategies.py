@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
-from jaxspec.engine import compiled
-from jaxspec.engine.compiled import Loop
-from jaxspec.engine.results import Expected
 from jaxspec.host import processes
 from jaxspec.model.plan import LayerPlan
+from jaxspec.programs import compiled
+from jaxspec.programs.compiled import Loop
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.texts.results import Expected
 
 
 class Turn(NamedTuple):

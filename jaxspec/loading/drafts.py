@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.engine import memory
-from jaxspec.engine.loading import find_model, find_tokenizer, fit_to_mesh, place_params
 from jaxspec.heads import files as heads
 from jaxspec.io import checkpoint
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
+from jaxspec.loading.loading import find_model, find_tokenizer, fit_to_mesh, place_params
 from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, ModelLike
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantisation import Quantised
 from jaxspec.model.sharding import put
 from jaxspec.model.vocabulary import Vocabulary
+from jaxspec.programs import memory
 
 # Cache slots that must fit in memory beside a draft's weights.
 _CAPACITY = 512

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.engine import stored_programs
 from jaxspec.host import files
 from jaxspec.host.user_cache import drop_unused, mark_used, user_cache
 from jaxspec.io.gguf.container import is_gguf
 from jaxspec.io.methods.method_files import Sampled
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.programs import stored_programs
 
 # JAX takes an array with this alignment to a CPU device without a copy.
 _ALIGNED = 64

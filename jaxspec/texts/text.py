@@ -6,8 +6,30 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxspec.engine.results import Token
 from jaxspec.io.tokenizers.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
+
+
+class Token(NamedTuple):
+    """One generated token, with the details of its round.
+
+    Attributes:
+      id: the token id.
+      drafted: whether it was an accepted draft token; otherwise the target's own token, the last of its round.
+      proposed: the number of draft tokens that its round verified.
+      round: the number of its round, from 1; 0 for the first token, which comes from the prefill.
+      log_prob: its log-probability under the model's raw distribution (temperature 1, no filter); None if not
+        requested.
+
+    Examples:
+      >>> Token(7, drafted=True, proposed=3, round=1).drafted
+      True
+    """
+
+    id: int
+    drafted: bool = False
+    proposed: int = 0
+    round: int = 0
+    log_prob: float | None = None
 
 
 class StopStrings:
@@ -125,7 +147,7 @@ class TokenText(NamedTuple):
 
     Attributes:
       text: the text that the token completes; "" for the first bytes of a character.
-      log_prob: see `results.Token`.
+      log_prob: see `Token`.
       raw: the bytes of the token.
     """
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxspec.decoding import Caches, Request
-from jaxspec.engine import buckets, compiled
-from jaxspec.engine.compiled import Loop
-from jaxspec.engine.executables import Call
-from jaxspec.engine.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
+from jaxspec.programs import buckets, compiled
+from jaxspec.programs.compiled import Loop
+from jaxspec.programs.executables import Call
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.session.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 
 
 class Reuse:

@@ -13,20 +13,20 @@ import numpy as np
 
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted
-from jaxspec.engine import buckets, compiled
-from jaxspec.engine.compiled import Loop
-from jaxspec.engine.feeding import Feeding, Prompts
-from jaxspec.engine.jax_settings import needed
-from jaxspec.engine.prefix import Prefix, PrefixStore
-from jaxspec.engine.requests import RowRequest, drawn_apart, needs_sampling
-from jaxspec.engine.results import Token
-from jaxspec.engine.row_settings import Shapes
-from jaxspec.engine.rows import Held, Rows, Widths
-from jaxspec.engine.strategies import Strategy, Turn
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import fetched
+from jaxspec.programs import buckets, compiled
+from jaxspec.programs.compiled import Loop
+from jaxspec.programs.jax_settings import needed
 from jaxspec.protocol import Acceptor, Weights
+from jaxspec.session.feeding import Feeding, Prompts
+from jaxspec.session.prefix import Prefix, PrefixStore
+from jaxspec.session.rows import Held, Rows, Widths
+from jaxspec.session.strategies import Strategy, Turn
 from jaxspec.stopping import GammaState
+from jaxspec.texts.requests import RowRequest, drawn_apart, needs_sampling
+from jaxspec.texts.row_settings import Shapes
+from jaxspec.texts.text import Token
 
 # On an accelerator, free rows wait until one row in `REFILL_FRACTION` is free, for less than `REFILL_ROUNDS` rounds.
 REFILL_FRACTION, REFILL_ROUNDS = 16, 64
@@ -271,7 +271,7 @@ class Session:
         long: list[Held] = []
         fed: list[RowRequest] = []
         while len(fed) < count and (held := self._next(fed)) is not None:
-            (long if buckets.is_long(held.request, self.loop.platform) else first).append(held)
+            (long if buckets.is_long(held.request.num_fed, self.loop.platform) else first).append(held)
         self._waiting.extendleft(reversed(long))
         return first + [None] * (self._widths.of(count) - len(first))
 
@@ -316,7 +316,7 @@ class Session:
         for row in self._free(max_rounds):
             if (held := self._next(fed)) is None:
                 break
-            (long if buckets.is_long(held.request, self.loop.platform) else short)[row] = held
+            (long if buckets.is_long(held.request.num_fed, self.loop.platform) else short)[row] = held
         for rows in self._feeding.together(long):
             prompts = self._prompts(rows)
             longest = max(held.request.num_fed for held in rows.values() if held is not None)
@@ -399,11 +399,12 @@ class Session:
         assert self._state is not None
         longest, reach = int(self.rows.lengths.max()), self._drafter.reach
         every = *self.rows.held, *self._waiting, *(held for refill in self._refills for held in refill.held)
-        unfinished = [held.request for held in every if held is not None]
+        unfinished = (held.request for held in every if held is not None)
+        most = max(len(request.prompt) + request.max_new_tokens for request in unfinished)
         if buckets.must_grow(longest, reach, self.capacity):
             self._state = self._feeding.grown(self._state, self.capacity + 1)
             self.strategy.changed()
-        elif self.loop.mesh is None and buckets.may_grow(longest, unfinished, reach, self.capacity):
+        elif self.loop.mesh is None and buckets.may_grow(longest, most, reach, self.capacity):
             # The programs for the next capacity are compiled in the background.
             static = {"capacity": self._feeding.larger(self.capacity), "mesh": None}
             self._feeding.prepare((compiled.grow, (self._state,), static))

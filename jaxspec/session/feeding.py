@@ -12,19 +12,19 @@ import numpy as np
 
 from jaxspec import decoding
 from jaxspec.decoding import Caches, DecodeState, Parts
-from jaxspec.engine import buckets, compiled
-from jaxspec.engine.compiled import Loop
-from jaxspec.engine.executables import Call
-from jaxspec.engine.prefix import Prefix, PrefixStore
-from jaxspec.engine.requests import RowRequest
-from jaxspec.engine.reuse import Reuse
-from jaxspec.engine.row_settings import Shapes, distribution_of
-from jaxspec.engine.rows import Held
-from jaxspec.engine.strategies import Strategy
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import fetched
+from jaxspec.programs import buckets, compiled
+from jaxspec.programs.compiled import Loop
+from jaxspec.programs.executables import Call
 from jaxspec.protocol import Acceptor, Weights
 from jaxspec.sampling import seed_key
+from jaxspec.session.prefix import Prefix, PrefixStore
+from jaxspec.session.reuse import Reuse
+from jaxspec.session.rows import Held
+from jaxspec.session.strategies import Strategy
+from jaxspec.texts.requests import RowRequest
+from jaxspec.texts.row_settings import Shapes, distribution_of
 
 
 class Prompts:

@@ -12,7 +12,7 @@ from jaxspec.penalties import Penalties
 from jaxspec.sampling import Sampling
 
 if TYPE_CHECKING:
-    from jaxspec.engine.requests import RowRequest
+    from jaxspec.texts.requests import RowRequest
 
 # The number of end tokens, and of banned tokens, for which the programs of all ordinary requests have space.
 WIDTH = 8

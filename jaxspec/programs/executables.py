@@ -18,13 +18,13 @@ from typing import Any
 
 import jax
 
-from jaxspec.engine import background, compilation_cache, jax_settings, memory, stored_programs
-from jaxspec.engine.background import Worker
-from jaxspec.engine.compiler_options import compiler_options
-from jaxspec.engine.stored_programs import Key
 from jaxspec.host import stages
 from jaxspec.host.progress import Progress, duration
 from jaxspec.host.stages import stage
+from jaxspec.programs import background, compilation_cache, jax_settings, memory, stored_programs
+from jaxspec.programs.background import Worker
+from jaxspec.programs.compiler_options import compiler_options
+from jaxspec.programs.stored_programs import Key
 
 _LOG = logging.getLogger(__name__)
 # Programs that a process keeps, of all its models; the least recently used one is dropped. Clients of a server may ask

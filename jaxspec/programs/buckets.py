@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from jaxspec.engine.requests import RowRequest
-
 # The slots per row with which every batch starts; it grows during decoding. A step with a text of 50 tokens takes as
 # long as with 64 slots, up to 1 %.
 START_CAPACITY = 512
@@ -28,9 +24,8 @@ def prefill_chunk_size(longest: int, platform: str) -> int:
     return min(bucket(longest, MIN_CHUNK), MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK)
 
 
-def is_long(request: RowRequest, platform: str) -> bool:
-    """Whether the prompt is fed over several host polls if it joins a running batch."""
-    size = request.num_fed
+def is_long(size: int, platform: str) -> bool:
+    """Whether a prompt of `size` tokens is fed over several host polls if it joins a running batch."""
     return size > POLL_CHUNKS * prefill_chunk_size(size, platform)
 
 
@@ -88,10 +83,9 @@ def must_grow(length: int, reach: int, capacity: int) -> bool:
     return length + reach > capacity
 
 
-def may_grow(length: int, requests: Sequence[RowRequest], reach: int, capacity: int) -> bool:
-    """Whether to compile for the next capacity: a request may need it, and this one is half full (most texts end
-    earlier)."""
-    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+def may_grow(length: int, longest: int, reach: int, capacity: int) -> bool:
+    """Whether to compile for the next capacity: a text may reach `longest` tokens, and this one is half full (most
+    texts end earlier)."""
     return 2 * length > capacity and must_grow(longest, reach, capacity)
 
 

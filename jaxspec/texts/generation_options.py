@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.host.messages import shown
 
 if TYPE_CHECKING:
-    from jaxspec.engine.requests import Integers, Numbers
     from jaxspec.methods.acceptors import AcceptorName
+    from jaxspec.texts.requests import Integers, Numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,11 @@ import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 
-from jaxspec.engine import compilation_cache
-from jaxspec.engine.compiler_options import compiler_options
 from jaxspec.host import files
 from jaxspec.host.processor import processor
 from jaxspec.host.user_cache import drop_unused, mark_used, user_cache
+from jaxspec.programs import compilation_cache
+from jaxspec.programs.compiler_options import compiler_options
 
 # Packages whose code is part of the key. A program with a drafter of another package is not stored.
 _OWN = ("jaxspec", "jax", "jaxlib", "builtins", "collections", "flax", "numpy")

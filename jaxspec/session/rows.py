@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxspec.engine import buckets, memory
-from jaxspec.engine.compiled import Loop
-from jaxspec.engine.requests import RowRequest
+from jaxspec.programs import buckets, memory
+from jaxspec.programs.compiled import Loop
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.texts.requests import RowRequest
 
 
 @dataclasses.dataclass(frozen=True)

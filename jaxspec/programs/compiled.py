@@ -12,13 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec import decoding, protocol
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
-from jaxspec.engine import buckets, memory
-from jaxspec.engine.executables import Call, Executables
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import put, state_shardings
+from jaxspec.programs import buckets, memory
+from jaxspec.programs.executables import Call, Executables
 from jaxspec.protocol import Drafter, Weights
 
 # Tokens that a row can emit between two host polls, in addition to the K + 1 of the last round.

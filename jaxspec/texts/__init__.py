@@ -1,0 +1,1 @@
+"""The options, the requests and the results of texts."""
