@@ -71,13 +71,14 @@ def fed(config, params, texts, sizes, capacity=256):
     return np.concatenate(found, axis=1), cache
 
 
+@pytest.mark.representatives("float32", "int8")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_logits_do_not_depend_on_the_pass(form):
     """A text alone, token by token, against other numbers of rows, places, neighbours and capacities."""
     check_passes(CONFIG, form, ([3, 5, 8, 14], 32, 1), ([30], 256, 3))
 
 
-@pytest.mark.full
+@pytest.mark.representatives(full=["float32", "bfloat16, int8 weights"])
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_of_qwen3_do_not_depend_on_the_pass(form):
     check_passes(QWEN, form, ([2] * 15, 64, 1), ([3, 5, 8, 14], 32, 3), ([30], 512, 3))
@@ -91,12 +92,13 @@ def check_passes(config, form, *passes):
         np.testing.assert_array_equal(found[-1:], alone)
 
 
+@pytest.mark.representatives("float32", "int8")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_logits_and_caches_do_not_depend_on_the_history(form):
     check_history(CONFIG, form, (1, 9))
 
 
-@pytest.mark.full
+@pytest.mark.representatives(full=["float32", "bfloat16, int8 weights"])
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_and_caches_of_qwen3_do_not_depend_on_the_history(form):
     check_history(QWEN, form, (1, 2, 5, 25))
@@ -151,6 +153,7 @@ def placed(cache, order):
     return dataclasses.replace(cache, layers=layers)
 
 
+@pytest.mark.representatives("float32", "int8")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_a_path_of_a_tree_has_the_numbers_of_a_text(form):
     """Its rows, with gaps between their slots, some of them beyond the end of a block; and its cache after `move`."""
@@ -169,6 +172,7 @@ def test_a_path_of_a_tree_has_the_numbers_of_a_text(form):
         np.testing.assert_array_equal(one[:, :LENGTH], other[:, :LENGTH])
 
 
+@pytest.mark.representatives("float32", "int8")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_a_product_does_not_depend_on_the_place_of_a_row(form):
     """Rows in another order, beside others, in passes of other widths; with sizes of which XLA has several kernels."""
@@ -281,16 +285,11 @@ def test_a_method_writes_the_bits_of_plain_decoding(form, drafter):
     ("form", "drafter"),
     [
         ("float32", "hybrid-tree"),
-        ("float32", "uno-single-pass"),
-        ("float32", "uno-tree"),
         ("float32", "s2d-target"),
-        ("bfloat16", "kangaroo"),
         ("bfloat16", "uno-single-pass"),
         ("bfloat16", "draft-verify"),
         ("int8", "eagle-tree"),
-        ("int8", "uno"),
         ("int8", "asd"),
-        ("int8", "layerskip"),
     ],
 )
 def test_every_family_writes_the_bits_of_plain_decoding(form, drafter):

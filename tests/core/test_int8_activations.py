@@ -201,11 +201,8 @@ def test_a_model_is_loaded_in_the_faster_form(monkeypatch, tmp_path, stored, fas
     prompts = [[3, 4, 3, 4], [7], [*range(2, 40)]]
     plain = [row.tokens for row in lm.generate(prompts, method="autoregressive", max_new_tokens=12)]
     for options in (
-        {"method": "ngram"},
         {"method": "layerskip", "exit_layer": 1},
         {"method": "draft-model", "draft": stored},
-        {"method": "draft-model", "draft_exit": 1},
-        {"method": "quantised", "draft_bits": 4},
     ):
         rows = lm.generate(prompts, max_new_tokens=12, **options)
         assert [row.tokens for row in rows] == plain, options

@@ -21,12 +21,12 @@ FORGETS = TEMPLATE.replace(
 )
 TURNS = ("ab", "cab ed", "dd")
 OPTIONS = {"max_new_tokens": 10, "ignore_eos": True}
-ORDINARY = (
-    *("autoregressive", "ngram", "layerskip", "draft-model", "s2d", "eagle3", "eagle-tree"),
-    *("hybrid", "hybrid-draft-model", "clasp"),
+ORDINARY = ("autoregressive", "ngram", "layerskip", "draft-model", "eagle3", "hybrid")
+FULL = ("s2d", "eagle-tree", "clasp", "hybrid-eagle", "dflash", "kangaroo")
+SLOW = (
+    *("suffix", "token-recycling", "hybrid-draft-model", "asd", "s2d-target", "medusa-tree"),
+    *("hybrid-asd", "draft-model-pairs", "draft-verify", "s2d-vocab", "hydra", "eagle-vocab"),
 )
-FULL = ("suffix", "token-recycling", "hybrid-eagle", "asd", "s2d-target", "medusa-tree", "dflash", "kangaroo")
-SLOW = ("hybrid-asd", "draft-model-pairs", "draft-verify", "s2d-vocab", "hydra", "eagle-vocab")
 
 
 def model(config=tiny.TARGET, template: str = TEMPLATE) -> LanguageModel:

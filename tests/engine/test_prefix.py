@@ -39,19 +39,9 @@ OTHER_DRAFTS = (
     *("asd", "asd-static", "asd-shared", "asd-vocab", "hybrid-asd"),
     *("choosing", "choosing-heads", "choosing-trees"),
 )
-ORDINARY = (
-    "autoregressive",
-    "ngram",
-    "layerskip",
-    "draft-model",
-    "s2d",
-    "eagle3",
-    "eagle-tree",
-    "clasp",
-    "hybrid-eagle",
-)
-# Variants with other caches or reach than those of the methods.
-FULL = ("asd-shared", "draft-model-pairs", "eagle-tree-drawn", "s2d-target", "uno-single-pass")
+# Their states and caches are of different kinds.
+ORDINARY = ("autoregressive", "ngram", "layerskip", "draft-model", "eagle3")
+FULL = ("choosing", "s2d", "clasp", "eagle-tree", "hybrid-eagle", "medusa", "uno", "uno-single-pass")
 
 
 def model(config=tiny.TARGET, prefix_cache=2**26, min_tokens=4) -> LanguageModel:
@@ -95,10 +85,8 @@ def check_equal(name, results, fresh):
 
 
 def marks_of(name):
-    """Some drafters are ordinary, those of the other methods full, and variants slow."""
-    if name in ORDINARY:
-        return ()
-    return pytest.mark.full if tiny.DRAFTERS[name].methods or name in FULL else pytest.mark.slow
+    """Some drafters are ordinary, some full, and the others slow."""
+    return () if name in ORDINARY else pytest.mark.full if name in FULL else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=marks_of(one)) for one in tiny.DRAFTERS])

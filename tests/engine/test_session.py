@@ -26,6 +26,8 @@ from tests import tiny
 
 PROMPTS = ((5,), (7, 1, 7, 1, 7, 1, 7, 2))
 each_method = pytest.mark.parametrize("method", tiny.METHODS)
+# The methods of the ordinary tests.
+FEW = ("autoregressive", "ngram", "choosing", "draft-model", "asd", "s2d")
 
 
 def generate(lm, prompts, method="autoregressive", **options):
@@ -64,6 +66,7 @@ def test_alone_in_a_batch_and_streamed(lm, method):
         assert mine[-1].result.tokens == row.tokens
 
 
+@pytest.mark.representatives(*FEW)
 @each_method
 def test_end_of_text(lm, method):
     """The end token is part of the result, also within an accepted draft; with `ignore_eos` decoding continues."""
@@ -75,6 +78,7 @@ def test_end_of_text(lm, method):
         assert row.finish_reason == ("eos" if tiny.EOS in row.tokens else "length")
 
 
+@pytest.mark.representatives(*FEW)
 @each_method
 def test_statistics(lm, method):
     """Each round commits the accepted tokens and one more."""
@@ -100,6 +104,7 @@ def test_statistics(lm, method):
         assert stats.decode_compile_ms <= stats.compile_ms <= stats.elapsed_ms
 
 
+@pytest.mark.representatives(*(f"{polls}-{method}" for polls in (1, 3, 64) for method in FEW))
 @each_method
 @pytest.mark.parametrize("polls", [1, 3, 64])
 def test_each_token_knows_its_round(lm, monkeypatch, method, polls):
@@ -149,6 +154,7 @@ def test_a_text_grows_through_the_buckets(lm, small_buckets, method):
     assert found.statistics.num_tokens == 80
 
 
+@pytest.mark.representatives("autoregressive", full=["s2d"])
 @pytest.mark.parametrize("method", ["autoregressive", "draft-exit", "s2d"])
 def test_finished_rows_make_room(lm, method):
     """With more prompts than rows, every text equals that of its prompt alone, in the order of the prompts."""
@@ -313,7 +319,7 @@ def test_prompt_and_budget_may_fill_the_context():
         lm.generate(almost, max_new_tokens=2)
 
 
-@pytest.mark.representatives("ngram", "draft-model", "s2d", "eagle")
+@pytest.mark.representatives("ngram", "draft-model", "s2d", full=["eagle"])
 @each_method
 def test_log_probs_are_the_targets(lm, method):
     budget = 10
