@@ -359,7 +359,7 @@ def test_a_warning_of_a_command_is_one_line(capsys):
         warnings.warn("mesh has\n5 places", RuntimeWarning, stacklevel=1)
         return 0
 
-    assert Guard("jaxspec", {"mesh": "--mesh"})(run) == 0
+    assert Guard("jaxspec", lambda: {"mesh": "--mesh"})(run) == 0
     assert capsys.readouterr().err == "jaxspec: warning: mesh has 5 places\n"
 
 

@@ -135,7 +135,7 @@ def test_numbers_beside_the_model_are_found_and_options_come_first(beside):
     moved = path.rename(path.with_name("elsewhere.json"))
     assert int(made("asd", beside, asd_numbers=str(moved)).every) == 2
     moved.write_text(moved.read_text().replace('"every": 2', '"every": -1'))
-    with pytest.raises(ValueError, match=r'elsewhere\.json has "alpha" 0\.7, "every" -1'):
+    with pytest.raises(ValueError, match=r"elsewhere\.json: every is -1; give 0"):
         made("asd", beside, asd_numbers=str(moved))
     with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):
         made("asd", beside, asd_numbers="missing.json")
