@@ -10,10 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from jaxspec.texts.requests import Integers, Numbers
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.base import Method
 from jaxspec.methods.resources import HasModel
+from jaxspec.texts.requests import Integers, Numbers
 
 MethodName = Literal[
     "adaspeed",
