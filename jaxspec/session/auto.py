@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -151,9 +151,9 @@ class Chosen(Always):
 class Awaited(Chosen):
     """The strategy of a text that begins before the programs of `auto` are compiled.
 
-    Plain decoding runs while they are compiled in the background. The drafter takes over once, if the text has not
-    needed more capacity by then. The text is the same, because drafts do not change it with the acceptors for which
-    this strategy is used.
+    Plain decoding runs while they are compiled in the background, from the first token on: before it, the compiler
+    works for plain decoding alone. The drafter takes over once, if the text has not needed more capacity by then. The
+    text is the same, because drafts do not change it with the acceptors for which this strategy is used.
     """
 
     def __init__(self, loop: Loop, auto: Auto, explain: bool) -> None:
@@ -161,6 +161,7 @@ class Awaited(Chosen):
         self._plain = loop.put(Autoregressive(auto.drafter.num_draft_tokens, auto.drafter.reach))
         self._waits, self._grown = False, False
         self._keys: list[Any] = []
+        self._wanted: Callable[[], list[Call]] | None = None
 
     def drafted_by(self, row: int) -> str:
         if self._waits:
@@ -179,12 +180,7 @@ class Awaited(Chosen):
             return
         self._waits = True
         described: tuple[Weights, Parts, Request] = _shapes((params, parts, request))
-
-        def describe() -> list[Call]:
-            params, parts, request = described
-            return self._describe(params, parts, request, static)
-
-        executables.later(describe, what="the program of auto, once for this model")
+        self._wanted = functools.partial(self._describe, *described, static)
 
     def running(self, params: Weights, parts: Parts) -> tuple[Weights, Parts]:
         if not self._waits:
@@ -218,6 +214,9 @@ class Awaited(Chosen):
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
     ) -> tuple[DecodeState, Emitted]:
         executables = self._loop.executables
+        if self._wanted is not None:
+            executables.later(self._wanted, what="the program of auto, once for this model")
+            self._wanted = None
         if self._waits and not self._grown and self._keys and all(map(executables.ready, self._keys)):
             own = executables.call(
                 compiled.catch_up, params, parts, state, **self._catch_up_static(state.capacity)

@@ -161,7 +161,10 @@ def test_a_text_begins_while_the_program_is_compiled(kept):
     waiting = []
     for _ in range(2):
         lm = tiny.language_model()
+        alone = lm.generate(list(PROMPT), max_new_tokens=1, **ALL)  # no other program competes with its own
+        assert not lm.executables._described
         first = lm.generate(list(PROMPT), **ALL, **LONG)
+        assert first.tokens[:1] == alone.tokens
         waiting.append("its program is being compiled" in first.drafted_by)
         lm.executables.wait()
         again = lm.generate(list(PROMPT), **ALL, **LONG)

@@ -42,11 +42,6 @@ metric_list: [{{metric: exact_match}}]
 QUESTIONS = ("ab", "cd ab", "ba", "dd ca", "ab cd ab")
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return tiny.language_model()
-
-
 def expected_text(lm, question: str) -> str:
     """Returns the greedy text up to the stop string."""
     tokens = reference.greedy(

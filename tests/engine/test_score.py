@@ -16,11 +16,6 @@ from tests import tiny
 SIZES = ((1, 1), (3, 2), (40, 5), (30, 40), (2, 70))
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return tiny.language_model()
-
-
 def texts():
     rng = np.random.default_rng(3)
     draw = lambda size: rng.integers(0, tiny.TARGET.vocab_size, size).tolist()  # noqa: E731
