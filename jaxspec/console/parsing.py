@@ -25,7 +25,7 @@ _ELSEWHERE = {
 # Their options for the text, which is an argument here.
 _PROMPTS = ("-p", "--prompt")
 _HELP = ("-h", "--help")
-_IS_OPTION = re.compile("--$|--?[A-Za-z]")
+_IS_OPTION = re.compile(r"--$|-+[^\W\d_]")
 _MISSING: Any = dataclasses.MISSING
 _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 

@@ -168,6 +168,12 @@ def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tm
     )
 
 
+@pytest.mark.parametrize("word", ["---json", "-é", "--été"])
+def test_a_word_of_dashes_and_a_letter_is_no_prompt(word):
+    with pytest.raises(ValueError, match=f"^unknown option {word}"):
+        parse_as(Generate, [word], "jaxspec generate", kinds=registry)
+
+
 @pytest.mark.parametrize("name", ["--stop", "--stop-string"])
 def test_stop_takes_a_text_and_stop_rule_a_rule(name):
     words = ["a", name, ".", "--method", "layerskip", "--stop-rule", "product"]
