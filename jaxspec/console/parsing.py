@@ -176,9 +176,14 @@ def parse_as(
     collect(target, own, changeable)
     for kind in kinds.available()[0].values() if kinds else ():
         collect(kind, of_all, changeable)
-    words = _words(argv, own.by_field.values(), of_all.by_name | own.by_name | general.by_name, changeable)
-    given, asks_help = words.given, words.given.pop("help", None)
-    others = {name: given.pop(name) for name in list(given) if name not in own.by_field}
+
+    def read(more: Options) -> tuple[Words, dict[str, list[Any]]]:
+        by_name = more.by_name | own.by_name | general.by_name
+        words = _words(argv, own.by_field.values(), by_name, changeable)
+        return words, {name: words.given.pop(name) for name in [*words.given] if name not in own.by_field}
+
+    words, others = read(of_all)
+    given, asks_help = words.given, others.pop("help", None)
     chosen: Sequence[Any] = ()
     if kinds and ("method" in given or not asks_help):
         chosen = kinds.chosen((given.get("method") or [own.by_field["method"].default])[-1], others)
@@ -189,12 +194,15 @@ def parse_as(
 
         print(command_help(prog, description, (own, of_method, general), changeable))
         raise SystemExit(0)
+    if chosen:
+        # An option may take a value in one method and none in another.
+        words, others = read(of_method)
     try:
         if words.problems:
             raise ValueError(words.problems[0])
         if words.unknown:
             raise ValueError(_unknown(words.unknown, of_method.by_name | own.by_name | general.by_name))
-        command = _made(given, own, changeable)
+        command = _made(words.given, own, changeable)
         if words.rest:
             advice = "put a text in quotes, and give flags such as --chat no value"
             raise ValueError(f"unexpected argument {shown(words.rest[0])}; {advice}")

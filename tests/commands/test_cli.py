@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -37,7 +39,7 @@ from jaxspec.measuring.commands.compare import _texts
 from jaxspec.measuring.commands.profile import Profile
 from jaxspec.measuring.commands.search import Search
 from jaxspec.measuring.commands.tune import Tune
-from jaxspec.methods import registry
+from jaxspec.methods import Method, registry
 from jaxspec.model.llama import num_params
 from jaxspec.testing import reference
 from jaxspec.texts.results import Piece, Statistics
@@ -172,6 +174,30 @@ def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tm
 def test_a_word_of_dashes_and_a_letter_is_no_prompt(word):
     with pytest.raises(ValueError, match=f"^unknown option {word}"):
         parse_as(Generate, [word], "jaxspec generate", kinds=registry)
+
+
+def test_an_option_is_read_as_its_method_declares_it():
+    """A method of another package may have a flag with the name of a built-in method's number, and the reverse."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(Method):
+        """Mine.
+
+        Attributes:
+          alpha: a flag.
+          explain: a number.
+        """
+
+        name: ClassVar[str] = "mine"
+        alpha: bool = False
+        explain: int = 0
+
+    kinds = types.SimpleNamespace(
+        available=lambda: ({**registry.available()[0], "mine": Mine}, []), chosen=lambda name, given: (Mine,)
+    )
+    words = ["--method", "mine", "--alpha", "hello", "--explain", "5"]
+    command = parse_as(Generate, words, "jaxspec generate", kinds=kinds)
+    assert (command.prompt, command.drafting) == ("hello", Mine(alpha=True, explain=5))
 
 
 @pytest.mark.parametrize("name", ["--stop", "--stop-string"])
