@@ -178,8 +178,7 @@ def parse_as(
         collect(kind, of_all, changeable)
 
     def read(more: Options) -> tuple[Words, dict[str, list[Any]]]:
-        by_name = more.by_name | own.by_name | general.by_name
-        words = _words(argv, own.by_field.values(), by_name, changeable)
+        words = _words(argv, own.by_field.values(), more.by_name | own.by_name | general.by_name, changeable)
         return words, {name: words.given.pop(name) for name in [*words.given] if name not in own.by_field}
 
     words, others = read(of_all)
@@ -194,9 +193,8 @@ def parse_as(
 
         print(command_help(prog, description, (own, of_method, general), changeable))
         raise SystemExit(0)
-    if chosen:
-        # An option may take a value in one method and none in another.
-        words, others = read(of_method)
+    # An option may take a value in one method and none in another.
+    words, others = read(of_method)
     try:
         if words.problems:
             raise ValueError(words.problems[0])
@@ -211,17 +209,13 @@ def parse_as(
         }
     except ValueError as error:
         # A dataclass that rejects a value names the field, not the option.
-        raise ValueError(in_options(f"{error}; see {prog} --help", _names(own))) from None
+        raise ValueError(in_options(f"{error}; see {prog} --help", option_names(target))) from None
     return dataclasses.replace(command, drafting=chosen[0].of(options)) if chosen else command
 
 
 def option_names(command: type) -> dict[str, str]:
     """Returns option by parameter, such as max_new_tokens: --max-new-tokens, of a dataclass and those nested in it."""
     collect(command, found := Options({}, {}, {}), False)
-    return _names(found)
-
-
-def _names(found: Options) -> dict[str, str]:
     return {name: option.name for name, option in found.by_field.items()}
 
 

@@ -727,7 +727,15 @@ def test_help_shows_the_options_of_a_method(run, method):
     _, out, _ = run("generate", "--help", "--method", method)
     for option in option_names(registry.find(method)).values():
         assert re.search(rf"^  {option}[ ,].*\n* +\S", out, re.MULTILINE)
-    assert f"Method {method}: {registry.find(method).summary()}" in out
+    assert f"Method {method}: {registry.find(method).summary()}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("200", 80), ("1", 53)])
+def test_help_fits_the_terminal(run, monkeypatch, columns, width):
+    """The names of options are not broken, so a very narrow terminal gets pages of their width."""
+    monkeypatch.setenv("COLUMNS", columns)
+    _, out, _ = run("generate", "--help", "--method", "autoregressive")
+    assert max(map(len, out.splitlines())) <= width
 
 
 def test_help_of_generate_is_short_and_names_every_method(run):
