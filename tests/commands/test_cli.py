@@ -767,6 +767,10 @@ def test_help_of_generate_is_short_and_names_every_method(run):
             "unknown option --alpah; perhaps you meant --alpha; see",
         ),
         (
+            ["generate", "--method", "medusa", "--suffix-min-prob"],
+            "method medusa has no option --suffix-min-prob; it is an option of suffix",
+        ),
+        (
             ["generate", "--method", "hybrid", "--second", "clasp", "--exit-layer", "3"],
             "method hybrid has no option --exit-layer; it is an option of ",
         ),
