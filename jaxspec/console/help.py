@@ -20,8 +20,8 @@ _METAVARS |= {"prompt_file": "FILE", "chat_template": "FILE"}
 _BY_TYPE = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 # Defaults to show for options whose dataclass has None, because the code that reads them replaces None.
 _DEFAULTS = {"model": EMBEDDED}
-# The width of a page, and of its column of names.
-_WIDTH, _MARGIN = 80, 20
+# The least and the largest width of a page, and the width of its column of names.
+_LEAST_WIDTH, _WIDTH, _MARGIN = 40, 80, 20
 
 
 def program_help(prog: str, description: str, commands: Mapping[str, type]) -> str:
@@ -34,7 +34,7 @@ def program_help(prog: str, description: str, commands: Mapping[str, type]) -> s
     """
     entries = [(name, (command.__doc__ or "").partition("\n")[0]) for name, command in commands.items()]
     usage = f"usage: {prog} [-h] {{{','.join(commands)}}}"
-    return "\n".join((usage, "", description, "", *_section("commands", entries)))
+    return "\n".join((usage, "", *_paragraphs(description), *_section("commands", entries)))
 
 
 def command_help(prog: str, description: str | None, groups: Sequence[Options], changeable: bool) -> str:
@@ -58,13 +58,11 @@ def command_help(prog: str, description: str | None, groups: Sequence[Options], 
             entry = called(option, changeable), " ".join((text, *_remarks(option, changeable)))
             sections.setdefault(place, []).append(entry)
     arguments = sections.pop(("arguments",), [])
-    usage = (
-        f"[{name}]" if "[" not in text and "(required)" not in text else name for name, text in arguments
-    )
+    usage = (name if "(required" in text else f"[{name}]" for name, text in arguments)
     lines = [" ".join((f"usage: {prog} [-h] [OPTIONS]", *usage)), ""]
-    lines += [description or description_of(own.sections[()][0]), ""]
+    lines += _paragraphs(description or description_of(own.sections[()][0]))
     for method, _ in [*of_method.sections.values()][:1]:
-        lines += [f"Method {method.name}: {' '.join(description_of(method).split())}", ""]  # type: ignore[attr-defined]
+        lines += _paragraphs(f"Method {method.name}: {' '.join(description_of(method).split())}")  # type: ignore[attr-defined]
     lines += _section("arguments", arguments)
     for section, entries in sections.items():
         owner = (own.sections | of_method.sections)[section][0]
@@ -110,11 +108,20 @@ def _remarks(option: Option, changeable: bool) -> Iterator[str]:
         yield f"({'; '.join(remarks)})"
 
 
+def _width() -> int:
+    return max(_LEAST_WIDTH, min(shutil.get_terminal_size().columns, _WIDTH))
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Returns the lines of a text; a blank line follows each paragraph."""
+    return [line for part in text.split("\n\n") for line in (*textwrap.wrap(part, _width()), "")]
+
+
 def _section(title: str, entries: Sequence[tuple[str, str]], about: str = "") -> list[str]:
     """Returns the lines of a section; none without entries."""
     if not entries:
         return []
-    width = min(shutil.get_terminal_size().columns, _WIDTH)
+    width = _width()
     lines = [f"{title}:", *textwrap.wrap(about, width, initial_indent="  ", subsequent_indent="  ")]
     for names, text in entries:
         begin = f"  {names}"

@@ -25,7 +25,7 @@ _ELSEWHERE = {
 # Their options for the text, which is an argument here.
 _PROMPTS = ("-p", "--prompt")
 _HELP = ("-h", "--help")
-_IS_OPTION = re.compile("--$|--?[A-Za-z]")
+_IS_OPTION = re.compile(r"--$|-+[^\W\d_]")
 _MISSING: Any = dataclasses.MISSING
 _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
@@ -176,9 +176,13 @@ def parse_as(
     collect(target, own, changeable)
     for kind in kinds.available()[0].values() if kinds else ():
         collect(kind, of_all, changeable)
-    words = _words(argv, own.by_field.values(), of_all.by_name | own.by_name | general.by_name, changeable)
-    given, asks_help = words.given, words.given.pop("help", None)
-    others = {name: given.pop(name) for name in list(given) if name not in own.by_field}
+
+    def read(more: Options) -> tuple[Words, dict[str, list[Any]]]:
+        words = _words(argv, own.by_field.values(), more.by_name | own.by_name | general.by_name, changeable)
+        return words, {name: words.given.pop(name) for name in [*words.given] if name not in own.by_field}
+
+    words, others = read(of_all)
+    given, asks_help = words.given, others.pop("help", None)
     chosen: Sequence[Any] = ()
     if kinds and ("method" in given or not asks_help):
         chosen = kinds.chosen((given.get("method") or [own.by_field["method"].default])[-1], others)
@@ -189,12 +193,14 @@ def parse_as(
 
         print(command_help(prog, description, (own, of_method, general), changeable))
         raise SystemExit(0)
+    # An option may take a value in one method and none in another.
+    words, others = read(of_method)
     try:
         if words.problems:
             raise ValueError(words.problems[0])
         if words.unknown:
             raise ValueError(_unknown(words.unknown, of_method.by_name | own.by_name | general.by_name))
-        command = _made(given, own, changeable)
+        command = _made(words.given, own, changeable)
         if words.rest:
             advice = "put a text in quotes, and give flags such as --chat no value"
             raise ValueError(f"unexpected argument {shown(words.rest[0])}; {advice}")
@@ -203,17 +209,13 @@ def parse_as(
         }
     except ValueError as error:
         # A dataclass that rejects a value names the field, not the option.
-        raise ValueError(in_options(f"{error}; see {prog} --help", _names(own))) from None
+        raise ValueError(in_options(f"{error}; see {prog} --help", option_names(target))) from None
     return dataclasses.replace(command, drafting=chosen[0].of(options)) if chosen else command
 
 
 def option_names(command: type) -> dict[str, str]:
     """Returns option by parameter, such as max_new_tokens: --max-new-tokens, of a dataclass and those nested in it."""
     collect(command, found := Options({}, {}, {}), False)
-    return _names(found)
-
-
-def _names(found: Options) -> dict[str, str]:
     return {name: option.name for name, option in found.by_field.items()}
 
 

@@ -47,9 +47,9 @@ def _value(value: Any, hint: Any) -> Any:
     """Returns a value as its type; raises TypeError."""
     parts = typing.get_args(hint)
     # An integer of JSON may be larger than any float.
-    if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
-        return float(value)
-    if hint in (int, str) and type(value) is hint:
+    if hint in (int, float) and type(value) in (int, hint) and abs(value) <= sys.float_info.max:
+        return hint(value)
+    if hint is str and type(value) is str:
         return value
     if isinstance(value, list) and parts:
         kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts

@@ -126,7 +126,7 @@ def chosen(name: str, given: Mapping[str, Sequence[Any]]) -> tuple[type[Method],
             "jaxspec inspect the agreement of early exits, and docs/choose_a_method.md says when it pays"
         )
     if foreign:
-        check_options(method, options)
+        check_options(method, options | dict.fromkeys(foreign))
     return parts
 
 

@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -37,7 +39,7 @@ from jaxspec.measuring.commands.compare import _texts
 from jaxspec.measuring.commands.profile import Profile
 from jaxspec.measuring.commands.search import Search
 from jaxspec.measuring.commands.tune import Tune
-from jaxspec.methods import registry
+from jaxspec.methods import Method, registry
 from jaxspec.model.llama import num_params
 from jaxspec.testing import reference
 from jaxspec.texts.results import Piece, Statistics
@@ -166,6 +168,36 @@ def test_generate_writes_the_text_and_then_the_speed(run, model, monkeypatch, tm
         r"12 tokens · [\d.]+ tokens/s · mean acceptance length [\d.]+ · acceptance rate [\d.]+ · draft-model\n",
         err,
     )
+
+
+@pytest.mark.parametrize("word", ["---json", "-é", "--été"])
+def test_a_word_of_dashes_and_a_letter_is_no_prompt(word):
+    with pytest.raises(ValueError, match=f"^unknown option {word}"):
+        parse_as(Generate, [word], "jaxspec generate", kinds=registry)
+
+
+def test_an_option_is_read_as_its_method_declares_it():
+    """A method of another package may have a flag with the name of a built-in method's number, and the reverse."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(Method):
+        """Mine.
+
+        Attributes:
+          alpha: a flag.
+          explain: a number.
+        """
+
+        name: ClassVar[str] = "mine"
+        alpha: bool = False
+        explain: int = 0
+
+    kinds = types.SimpleNamespace(
+        available=lambda: ({**registry.available()[0], "mine": Mine}, []), chosen=lambda name, given: (Mine,)
+    )
+    words = ["--method", "mine", "--alpha", "hello", "--explain", "5"]
+    command = parse_as(Generate, words, "jaxspec generate", kinds=kinds)
+    assert (command.prompt, command.drafting) == ("hello", Mine(alpha=True, explain=5))
 
 
 @pytest.mark.parametrize("name", ["--stop", "--stop-string"])
@@ -695,7 +727,15 @@ def test_help_shows_the_options_of_a_method(run, method):
     _, out, _ = run("generate", "--help", "--method", method)
     for option in option_names(registry.find(method)).values():
         assert re.search(rf"^  {option}[ ,].*\n* +\S", out, re.MULTILINE)
-    assert f"Method {method}: {registry.find(method).summary()}" in out
+    assert f"Method {method}: {registry.find(method).summary()}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(("columns", "width"), [("60", 60), ("200", 80), ("1", 53)])
+def test_help_fits_the_terminal(run, monkeypatch, columns, width):
+    """The names of options are not broken, so a very narrow terminal gets pages of their width."""
+    monkeypatch.setenv("COLUMNS", columns)
+    _, out, _ = run("generate", "--help", "--method", "autoregressive")
+    assert max(map(len, out.splitlines())) <= width
 
 
 def test_help_of_generate_is_short_and_names_every_method(run):
@@ -725,6 +765,10 @@ def test_help_of_generate_is_short_and_names_every_method(run):
         (
             ["generate", "--method", "asd", "--alpah", "1"],
             "unknown option --alpah; perhaps you meant --alpha; see",
+        ),
+        (
+            ["generate", "--method", "medusa", "--suffix-min-prob"],
+            "method medusa has no option --suffix-min-prob; it is an option of suffix",
         ),
         (
             ["generate", "--method", "hybrid", "--second", "clasp", "--exit-layer", "3"],

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[2] / "jaxspec"
 LINES = {
     ".": 980,
     "cli": 700,
-    "console": 940,
+    "console": 942,
     "costs": 250,
     "decoding": 520,
     "drafting": 1690,
