@@ -84,7 +84,10 @@ def pytest_pycollect_makeitem():
 
 
 def pytest_collection_modifyitems(items):
-    """Moves the files in `LONGEST` to the front; the tests of a file keep their order."""
+    """Moves the files in `LONGEST` to the front; the tests of a file keep their order. What is slow is not full."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "full"]
     order = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

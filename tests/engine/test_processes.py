@@ -144,7 +144,7 @@ def test_two_processes_answer_a_batch_as_one(tmp_path_factory, tmp_path):
     assert found[6]["num_tokens"] == 5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_batch_on_a_mesh_is_that_of_one_device(tmp_path):
     """With the model that comes with jaxspec; also with a number of rows that the mesh does not divide."""
     prompts = tmp_path / "prompts.jsonl"
