@@ -919,7 +919,8 @@ def test_a_process_that_is_interrupted(model):
     """Ctrl-C while the text streams: the text so far is there, and no traceback."""
     # A token at a time and slowly, so that there is time to interrupt.
     slowly = (
-        "import sys, time; from jaxspec.cli import main; from jaxspec.engine import language_model, row;"
+        "import sys, time; from jaxspec.cli import main; from jaxspec.engine import language_model;"
+        "from jaxspec.session import row;"
         "language_model.STREAM_ROUNDS = 1; take = row.Row.take;"
         "row.Row.take = lambda *given: (time.sleep(0.2), take(*given))[1]; sys.exit(main())"
     )
