@@ -68,7 +68,7 @@ def reject(
     distributions, held, parent = proposal.log_probs, _held(proposal), branches.parent
     depth, nodes = keys.shape[1] - 1, distributions.shape[1]
     of = proposal.parents
-    most = of.most_siblings if isinstance(of, Shape) else proposal.most_siblings or nodes
+    most = of.most_siblings if isinstance(of, Shape) else proposal.most_siblings or max(nodes, 1)
     if not nodes:  # the pending token alone is verified
         distributions = jnp.zeros_like(logits)
 

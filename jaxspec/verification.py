@@ -94,7 +94,8 @@ def verify_chain(inputs: Inputs) -> Verified:
     """Runs the target over the pending token (row 0) and the chain, and accepts a prefix of the chain."""
     proposal, pending = inputs.proposal, inputs.view.pending
     beside = inputs.drafter.beside(inputs.params, inputs.view, proposal)
-    assert beside is None or len(inputs.widths) == 1, "the rows beside follow a whole chain"
+    whole = len(inputs.widths) == 1 and proposal.exit_hidden is None
+    assert beside is None or whole, "the rows beside follow a whole chain, through all layers"
 
     def run(width: int, cache: KVCache) -> Verified:
         drafts = _first(proposal, width - 1)

@@ -164,7 +164,7 @@ class Awaited(Chosen):
         self._wanted: Callable[[], list[Call]] | None = None
 
     def drafted_by(self, row: int) -> str:
-        if self._waits:
+        if self._waits and self._wanted is None:
             return "auto: plain decoding, its program is being compiled once for this model"
         return super().drafted_by(row)
 

@@ -22,7 +22,7 @@ from jaxspec.model.tree import Shape, Tree
 from jaxspec.protocol import Drafter, Proposal, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling
 from jaxspec.testing import reference
-from jaxspec.tree_acceptance import chances
+from jaxspec.tree_acceptance import chances, reject
 from tests import tiny
 
 V, CAPACITY = tiny.TARGET.vocab_size, 64
@@ -355,6 +355,19 @@ def some_distributions(rng: np.random.Generator, count: int, size: int) -> np.nd
     weights *= rng.random((count, size)) > 0.2
     weights[np.arange(count), rng.integers(size, size=count)] += 0.1
     return weights / weights.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("most_siblings", [0, 2])
+def test_a_pending_token_without_nodes_is_followed_by_the_targets_token(most_siblings):
+    """In the narrowest verification of a choice, also if the largest number of siblings is unknown."""
+    parents, logits = jnp.array([[-1, -1, 0]]), jnp.full((1, 1, 5), -1e9).at[0, 0, 3].set(0.0)
+    none = Proposal(
+        jnp.zeros((1, 0), jnp.int32), jnp.array([0]), jnp.zeros((1, 0, 5)),
+        parents=parents, most_siblings=most_siblings,
+    )  # fmt: skip
+    keys = jax.random.split(jax.random.key(0), (1, 4))
+    found = reject(keys, none, Tree.of(parents, 3).rows(0, 1), logits, Sampling(jnp.array([1.0])))
+    assert (found.count.tolist(), found.token.tolist()) == ([0], [3])
 
 
 @pytest.mark.representatives("3-1", "3-2", "3-3", "4-2")

@@ -163,6 +163,7 @@ def test_a_text_begins_while_the_program_is_compiled(kept):
         lm = tiny.language_model()
         alone = lm.generate(list(PROMPT), max_new_tokens=1, **ALL)  # no other program competes with its own
         assert not lm.executables._described
+        assert alone.drafted_by == "auto: plain decoding"
         first = lm.generate(list(PROMPT), **ALL, **LONG)
         assert first.tokens[:1] == alone.tokens
         waiting.append("its program is being compiled" in first.drafted_by)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
+from flax import struct
 
 from jaxspec import methods
 from jaxspec.acceptance import BlockAcceptor
@@ -33,6 +34,7 @@ from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Sampling
+from jaxspec.testing import contracts
 from jaxspec.testing import reference as slow
 from jaxspec.testing.contracts import PROMPTS, propose
 from tests import tiny
@@ -229,6 +231,24 @@ def test_a_round_reads_the_adapter_once():
     assert share_of_step(few, lm.loaded) == pytest.approx(
         tiny.share_of_step(lm, (lm.params["layers"], params))
     )
+
+
+def test_rows_beside_run_all_layers():
+    """The draft must not have run layers of the chain, whose rows are the first of the pass."""
+
+    @struct.dataclass
+    class Exits(UnoSinglePass):
+        def propose(self, keys, params, state, view, distribution):
+            proposal, state, cache = super().propose(keys, params, state, view, distribution)
+            hidden = jnp.zeros((len(view.length), 3, self.config.hidden_size))
+            return dataclasses.replace(proposal, exit_hidden=hidden, exit_layer=1), state, cache
+
+    made, own = tiny.drafter_of("uno-single-pass")
+    drafter = Exits(made.config, made.head, made.rule, 2)
+    loop = contracts.drafter_loop(lambda config: (drafter, own), "greedy")
+    state, _ = loop.begin(PROMPTS)
+    with pytest.raises(AssertionError, match="through all layers"):
+        loop.go_on(state)
 
 
 def test_a_single_pass_takes_all_rounds():
