@@ -104,8 +104,9 @@ def command_help(command: str) -> str:
         status = main([command, "--help"])
     if status:
         raise ValueError(f"jaxspec {command} --help ended with status {status}")
-    # Each group has its title above a rule. A description follows its name, or is on the next lines, indented more.
-    prose, *groups = re.split(r"^ (\S.*?) *\n -+ *\n", printed.getvalue(), flags=re.MULTILINE)
+    # The entries of a group are indented below its title. A description follows its name, or is on the next lines,
+    # indented more.
+    prose, *groups = re.split(r"^(\S.*):\n(?=  \S)", printed.getvalue(), flags=re.MULTILINE)
     usage, *paragraphs = re.split(r"\n\s*\n", prose.strip())
     parts = [f"<pre><code>{html.escape(usage.removeprefix('usage: '))}</code></pre>"]
     parts += [f"<p>{inline(paragraph)}</p>" for paragraph in paragraphs]
