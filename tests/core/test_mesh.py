@@ -36,9 +36,7 @@ MESHES = ("1x8", "2x4", "4x2", "8x1")
 # One row per device along the data axis, and a single row.
 PROMPTS = [[5], [7, 1, 7, 1, 7, 1, 7, 2], [3, 3], [2, 9, 4], [11], [1, 2, 1, 2, 1], [14, 0], [6, 5, 6]]
 PRODUCT = [(name, mesh) for name in tiny.DRAFTERS for mesh in MESHES]
-_NAMED = [
-    *dict.fromkeys([*(one.drafter for one in tiny.families()), "eagle3"])
-]
+_NAMED = [*dict.fromkeys([*(one.drafter for one in tiny.families()), "eagle3"])]
 # In turns.
 CASES = [(name, MESHES[index % len(MESHES)]) for index, name in enumerate(_NAMED)]
 DRAFTERS = """
