@@ -270,7 +270,7 @@ def _first(proposal: Proposal, count: int) -> Proposal:
 
 
 def trimmed(proposal: Proposal, budget: jax.Array, depth: int) -> Proposal:
-    """Removes the draft tokens beyond the budget `budget`, int32[B].
+    """Removes the draft tokens beyond `budget`, int32[B].
 
     In a tree of at most `depth` levels, every node that is not proposed becomes −1.
     """

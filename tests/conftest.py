@@ -84,7 +84,7 @@ def pytest_pycollect_makeitem():
 
 
 def pytest_collection_modifyitems(items):
-    """Moves the files in `LONGEST` to the front; the tests of a file keep their order. What is slow is not full."""
+    """Moves the files in `LONGEST` to the front; the tests of a file keep their order. A slow test is not full."""
     for item in items:
         if item.get_closest_marker("slow"):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "full"]

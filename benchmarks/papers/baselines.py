@@ -27,7 +27,7 @@ ORACLE = "oracle stop"
 CONSTANTS = (1, 2, 4, 8)
 _SHARES = (8, 4, 2)
 ORACLE_TOKENS = 12
-# By how much the held-out loss may exceed the whole model's, in nats per token over all kinds of work.
+# The held-out loss of the useful depth exceeds the whole model's by at most this, in nats per token.
 TOLERANCE = 0.02
 
 

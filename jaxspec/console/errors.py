@@ -143,10 +143,8 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
     )
 
     def option(match: re.Match[str]) -> str:
-        found, value = (
-            options[next(filter(None, match.group("quoted", "set", "first", "long")))],
-            match["value"],
-        )
+        found = options[next(filter(None, match.group("quoted", "set", "first", "long")))]
+        value = match["value"]
         if value is None or value == "True":
             return found
         return found.replace("--", "--no-", 1) if value == "False" else f"{found} {value.strip(chr(39))}"

@@ -58,7 +58,8 @@ def command_help(prog: str, description: str | None, groups: Sequence[Options], 
             entry = called(option, changeable), " ".join((text, *_remarks(option, changeable)))
             sections.setdefault(place, []).append(entry)
     arguments = sections.pop(("arguments",), [])
-    usage = (name if "(required" in text else f"[{name}]" for name, text in arguments)
+    positional = (option for option in own.by_field.values() if Positional in option.notes)
+    usage = (called(one) if one.default is dataclasses.MISSING else f"[{called(one)}]" for one in positional)
     lines = [" ".join((f"usage: {prog} [-h] [OPTIONS]", *usage)), ""]
     lines += _paragraphs(description or description_of(own.sections[()][0]))
     for method, _ in [*of_method.sections.values()][:1]:

@@ -59,9 +59,9 @@ class ChoiceState(NamedTuple):
     """The state of a `ChoiceRule`, for C candidates.
 
     Attributes:
-      right, wrong: float32[B, C, 2], decayed counts. Of a lookup: rounds by whether its first token was right, and in
-        those where it was, further right tokens and rounds with fewer than expected. Of a model: accepted tokens, and
-        rounds with a rejection; the last column is unused.
+      right, wrong: float32[B, C, 2], decayed counts. For a lookup, they are rounds by whether its first token was
+        right, and, in those where it was, further right tokens and rounds with fewer than expected. For a model, they
+        are accepted tokens, and rounds with a rejection; the last column is unused.
       seen: int32[B, C, K, 2], accepted and rejected draft tokens of the text by position; the second position of a
         lookup counts all further ones.
       used: int32[B, C], the rounds of the text in which a draft of the candidate was verified.
@@ -83,7 +83,7 @@ class ChoiceState(NamedTuple):
 class ChoiceRule:
     """The rule that chooses a draft, or none, for each row of a round.
 
-    Lookups, which copy text, draft in every round. Of the other candidates, the *models*, at most one drafts in a
+    Lookups, which copy text, draft in every round. At most one of the other candidates, the *models*, drafts in a
     round. A round is an option: a model or none, the length of its draft, and the width of verification. With an
     option, each row takes the draft with the most expected accepted tokens that fits the width: that of the model, or
     of a lookup. The option is chosen that maximises

@@ -87,8 +87,8 @@ class ChoosingState(NamedTuple):
 class Choosing(Drafter):
     """Uses in each round the draft with the most expected tokens for its time, or none.
 
-    `choice_rule.ChoiceRule` chooses. Candidates that copy text (`LookupDrafter`) draft in every round; of the others,
-    the *models*, at most one does. If a model drafts trees, chains are trees without branches.
+    `choice_rule.ChoiceRule` chooses. Candidates that copy text (`LookupDrafter`) draft in every round, and at most
+    one of the others, the *models*. If a model drafts trees, chains are trees without branches.
 
     **Losslessness.** The choice depends on committed tokens, on earlier rounds and on the drafts of lookups, which
     follow from the text; never on a model's draft of this round. So the text keeps its distribution.

@@ -29,8 +29,6 @@ T = TypeVar("T")
 MAX_DRAFT_TOKENS = 128
 # The most values of an option with several, such as files: a client of a server may give any number.
 MAX_VALUES = 1000
-# The integers of Python that need no conversion.
-_INTEGERS = range(-(2**63), 2**63)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -355,7 +353,7 @@ def _one(option: str, name: str, value: Any, hint: Any) -> Any:
         if member is bool:
             return flag(name, value)
         if member is int:
-            return value if type(value) is int and value in _INTEGERS else whole(name, value)
+            return whole(name, value)
         if member is float:
             return real(name, value)
     if Method in members and isinstance(value, Method):

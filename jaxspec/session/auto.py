@@ -87,7 +87,7 @@ class Chosen(Always):
     def __init__(self, loop: Loop, auto: Auto, explain: bool) -> None:
         super().__init__(loop, auto.drafter)
         self._auto, self._explain = auto, explain
-        # Of each row: accepted and rejected tokens and rounds of each candidate, see `ChoiceState`.
+        # Each row has the counts `seen` and `used` of a `ChoiceState`.
         self._seen: np.ndarray | None = None
         self._used: np.ndarray | None = None
         self._after: Any = None

@@ -66,7 +66,7 @@ def site(tmp_path_factory) -> Path:
 
 
 def build(directory: Path, folder: Path) -> subprocess.CompletedProcess:
-    """Builds the site of a directory as a user does. (Under `--quiet`, `--strict` counts no warning.)"""
+    """Builds the site of a directory as a user does."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(

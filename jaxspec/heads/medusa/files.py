@@ -130,7 +130,7 @@ def _config(
 
 def _num_layers(content: Mapping[str, Any], stored: int, places: set[int]) -> int:
     """Returns the number of blocks of a head, of which the file has `stored`."""
-    # Who saves tensors without their copies has one block; the place of the matrix, else the config, says of how many.
+    # A file without the copies of a tensor has one block. Its matrix, or else the config, gives the number of blocks.
     if places:
         num_layers = max(places)
         if len(places) > 1 or not (num_layers == stored or MAX_LAYERS >= num_layers > stored == 1):

@@ -26,7 +26,11 @@ def whole(values: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_I
 
 
 def whole_or(usual: T, values: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_INT) -> int | T:
-    """Returns the whole number under a key, or `usual` if the key is missing or null; errors as of `whole`."""
+    """Returns the whole number under a key, or `usual` if the key is missing or null.
+
+    Raises:
+      ValueError: the value is not a whole number in the range; one line.
+    """
     return usual if values.get(key) is None else whole(values, key, least, most)
 
 

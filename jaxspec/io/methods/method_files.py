@@ -94,10 +94,14 @@ def _on_host(leaf: Any) -> bool:
 
 
 def sampled_rows(leaf: np.ndarray, copies: int = 1) -> list[np.ndarray]:
-    """Returns the rows of a leaf that are part of a fingerprint, the same for all `copies` of each key/value head."""
-    # Of a bias [KV · copies, ·], the last row without copies begins with the first copy of the last head.
-    last = -copies if leaf.ndim == 2 else -1
-    ends = [leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED] for at in (0, last)]
+    """Returns the rows of a leaf that are part of a fingerprint.
+
+    Args:
+      leaf: a parameter.
+      copies: the copies of each key/value head in a bias [KV · copies, ·]; 1 for another parameter.
+    """
+    # The last head of the model without copies begins in the first of its copies.
+    ends = [leaf[(at,) * (leaf.ndim - 1)][:_SAMPLED] for at in (0, -copies)]
     return [np.ascontiguousarray(row.astype(ml_dtypes.bfloat16)).view(np.uint16) for row in ends]
 
 
