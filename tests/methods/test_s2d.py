@@ -219,7 +219,7 @@ def draft_of(lm: LanguageModel, last: int) -> str:
     return method_files.fingerprint(lm.config.truncated(last), llama.truncate(lm.params, last))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_draft_serves_two_targets_with_thresholds_of_their_own(target, tmp_path):
     draft, other = sorted_draft(), sorted_draft((2, 3, 4), "other target")
     (tmp_path / "thresholds").mkdir()
@@ -319,7 +319,7 @@ def test_what_does_not_fit_is_one_line(target, tmp_path):
         ({"thresholds": [0.5, 0.5]}, "expected a number from 0 to 1 for each of 3 exits, 0 for the last"),
         ({"thresholds": [0.5, 0.5, 0.1]}, "expected a number from 0 to 1"),
         ({"thresholds": [0.5, 1.5, 0]}, "expected a number from 0 to 1"),
-        ({"thresholds": ["a", 0.5, 0]}, "expected a number from 0 to 1"),
+        ({"thresholds": ["a", 0.5, 0]}, "in `thresholds`, expected a list, each entry a number"),
     ],
 )
 def test_thresholds_that_do_not_fit_are_refused(target, tmp_path, change, line):
@@ -334,6 +334,7 @@ def test_thresholds_that_do_not_fit_are_refused(target, tmp_path, change, line):
 # What a draft carries
 
 
+@pytest.mark.full
 def test_a_draft_drafts_with_what_its_config_records(target, tmp_path):
     """Exits, tokens and thresholds without options; a file for the target, or an option, takes precedence."""
     record = TrainedFor((1, 2, 4), (0, 1, 6, 12), (0.75, 0.25), target.fingerprint)

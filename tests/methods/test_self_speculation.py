@@ -179,7 +179,7 @@ def test_a_probe_beside_the_model_is_found(beside):
         ({"num_layers": 40}, "is a plan for 40 layers, the model has 3"),
         ({"model": "another"}, "belongs to another model"),
         ({"skip_mlp": [3]}, "skips layers [3]"),
-        ({"skip_mlp": None}, "lacks the lists"),
+        ({"skip_mlp": None}, "has None in `skip_mlp`, expected a list, each entry a whole number"),
         ({"skip_attention": [0, 1, 2], "skip_mlp": [0, 1, 2]}, "skips every sublayer"),
     ],
 )
@@ -240,7 +240,7 @@ def looks(lm, count: int, **options: Any):
     return pieces[-1].result
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_static_program_takes_over_at_a_chunks_end(monkeypatch):
     """The traced program runs first, then the static one once it is compiled, with the same text."""
     monkeypatch.setattr("jaxspec.engine.language_model.STREAM_ROUNDS", 1)
@@ -300,6 +300,7 @@ def ended(**options: Any) -> Any:
     return generate(shared, PROMPTS[2], **{"method": "adaspeed", "exit_layer": 1} | numbers | options)
 
 
+@pytest.mark.full
 def test_a_text_goes_on_from_the_gamma_that_another_ended_with():
     """The result contains γ, which can be passed to the next call; calls are otherwise independent."""
     first = ended()
@@ -366,6 +367,7 @@ def test_the_first_rule_with_a_gamma_counts():
         assert generate(shared, PROMPTS[0], method=LayerSkip(CONFIG, 1, rules, 4)).gamma == expected
 
 
+@pytest.mark.full
 def test_a_text_that_a_stop_string_ended_has_a_gamma_too(lm):
     options: dict[str, Any] = {
         "method": "adaspeed",

@@ -64,6 +64,21 @@ class ProbeFile:
     distribution: str
 
 
+@dataclasses.dataclass(frozen=True)
+class _Skipped:
+    """The 0-based layers in a plan's file."""
+
+    skip_attention: tuple[int, ...]
+    skip_mlp: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Thresholds:
+    """The numbers in a file of thresholds, one for each exit."""
+
+    thresholds: tuple[float, ...]
+
+
 def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = None) -> str:
     """Returns a hash of a model's shape and of a sample of its weights, the same in float32 and bfloat16.
 
@@ -143,10 +158,9 @@ def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> Laye
             "make one with `jaxspec search`"
         )
     check_model(path, content.get("model"), model, "jaxspec search")
+    skipped = record(_Skipped, content, str(path))
     try:
-        plan = LayerPlan.skipping(num_layers, content["skip_attention"], content["skip_mlp"])
-    except (KeyError, TypeError):
-        raise ValueError(f"{path} lacks the lists skip_attention and skip_mlp of 0-based layers") from None
+        plan = LayerPlan.skipping(num_layers, skipped.skip_attention, skipped.skip_mlp)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     check_plan(plan, str(path))
@@ -307,18 +321,13 @@ def read_thresholds(
             f"{path} is for another draft ({content.get('draft')} with exits {content.get('exits')}, this one is "
             f"{draft} with {list(exits)}); make one with `jaxspec tune --method s2d`"
         )
-    numbers = content.get("thresholds")
-    if (
-        not isinstance(numbers, list)
-        or not all(type(n) in (int, float) and 0 <= n <= 1 for n in numbers)
-        or len(numbers) != len(exits)
-        or numbers[-1] != 0
-    ):
+    numbers = record(_Thresholds, content, str(path)).thresholds
+    if len(numbers) != len(exits) or numbers[-1] != 0 or not all(0 <= number <= 1 for number in numbers):
         raise ValueError(
-            f"{path} has the thresholds {numbers}; expected a number from 0 to 1 for each of {len(exits)} exits, "
+            f"{path} has the thresholds {list(numbers)}; expected a number from 0 to 1 for each of {len(exits)} exits, "
             "0 for the last; make them with `jaxspec tune --method s2d`"
         )
-    return [float(n) for n in numbers[:-1]]
+    return list(numbers[:-1])
 
 
 @brief_errors()

@@ -11,6 +11,7 @@ import numpy as np
 from jaxspec.host.files import no_file, write_json
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.methods.method_files import check_model, read_format
+from jaxspec.io.records import record
 
 VOCABULARY_FORMAT = "jaxspec.vocab/1"
 # The file's name beside a model.
@@ -92,16 +93,12 @@ def read_vocabulary(path: str | os.PathLike[str], model: str | None, vocab_size:
             f"{path} ranks a vocabulary of {shown(content.get('vocab_size'))} tokens, the model has {vocab_size}; "
             f"make one with `{_COMMAND}`"
         )
-    always, ids, counted = (content.get(name) for name in ("always", "ids", "num_counted"))
-    if not (isinstance(always, list) and isinstance(ids, list) and type(counted) is int):
-        raise ValueError(
-            f"{path} lacks the lists always and ids, or the number num_counted; make one with `{_COMMAND}`"
-        )
-    every = [*always, *ids]
-    wrong = [one for one in every if type(one) is not int or not 0 <= one < vocab_size]
+    ranking = record(Ranking, content | {"source": os.fspath(path)}, str(path))
+    every = [*ranking.always, *ranking.ids]
+    wrong = [one for one in every if not 0 <= one < vocab_size]
     if not every or wrong or len(set(every)) < len(every):
         found = f"the token {shown(wrong[0])}" if wrong else "a token twice" if every else "no token"
         raise ValueError(
             f"{path} has {found}; expected ids from 0 to {vocab_size - 1}, each once; make one with `{_COMMAND}`"
         )
-    return Ranking(tuple(always), tuple(ids), counted, os.fspath(path))
+    return ranking
