@@ -402,7 +402,7 @@ class LanguageModel(Model):
         """Compiles the programs that `generate` and `stream` need for batches of these sizes.
 
         A batch of one of these sizes, with the same method and acceptor, then compiles nothing, whatever its other
-        options: there are two programs for a number of rows (1, 4, 16 …) and a capacity (512, 2,048, 4,096 … tokens),
+        options: there are two programs for a number of rows (1, 4, 16 …) and a capacity (512, 2,048, 8,192 … tokens),
         one for prompts, one for rounds. Requests with `exact`, with banned words, with a ban of repeated n-grams, or
         with more than 8 end tokens have programs of their own. Programs for requests that wait for a free row (more
         prompts than `max_batch`) are not compiled.

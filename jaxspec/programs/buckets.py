@@ -60,20 +60,27 @@ def rows_below(rows: int) -> int:
     return below
 
 
-def capacity_for(size: int, most: int) -> int:
-    """Returns the capacity for rows of `size` tokens: `START_CAPACITY`, or a power of two from four times that on.
+def capacity_for(size: int, most: int, platform: str) -> int:
+    """Returns the capacity for rows of `size` tokens: `START_CAPACITY`, four times that, and so on.
 
-    The last capacity is that of the longest text. A power of two that is nearly as large is left out.
+    On an accelerator each later one is twice the one before, because attention reads the whole capacity there. On a CPU
+    attention follows the length of the text, so four times as many slots cost memory alone. The last capacity is that
+    of the longest text. One that is nearly as large is left out.
 
     Args:
       size: the slots that are needed.
       most: the slots that the longest text needs.
+      platform: cpu, gpu or tpu.
 
     Examples:
-      >>> [capacity_for(size, most=5000) for size in (20, 512, 513, 3000)]
-      [512, 512, 2048, 5120]
+      >>> [capacity_for(size, most=9000, platform="cpu") for size in (20, 512, 513, 3000)]
+      [512, 512, 2048, 9088]
+      >>> [capacity_for(size, most=9000, platform="gpu") for size in (20, 512, 513, 3000)]
+      [512, 512, 2048, 4096]
     """
-    power = START_CAPACITY if size <= START_CAPACITY else bucket(size, 4 * START_CAPACITY)
+    power = START_CAPACITY
+    while power < size:
+        power *= 4 if platform == "cpu" or power == START_CAPACITY else 2
     last = _whole_tiles(max(size, most))
     return power if 4 * power < 3 * last else last
 

@@ -126,22 +126,21 @@ class Feeding:
 
     def capacity(self, requests: Sequence[RowRequest]) -> int:
         """Returns the initial capacity of a batch, for its prompts and a round."""
-        longest = max(len(request.prompt) for request in requests)
-        return buckets.capacity_for(longest + 1 + self._drafter.reach, self.most_slots)
+        return self.capacity_for(max(len(one.prompt) for one in requests) + 1 + self._drafter.reach)
 
     def first_capacity(self, requests: Sequence[RowRequest]) -> int:
         """Returns the capacity with which a batch begins, at least that of the caches that it uses up."""
         used_up = [prefix.caches.cache.capacity for prefix in self._found.values() if not prefix.kept]
         return max([self.capacity(requests), *used_up])
 
-    def larger(self, capacity: int) -> int:
-        """Returns the next capacity."""
-        return buckets.capacity_for(capacity + 1, max(self.most_slots, capacity + 1))
+    def capacity_for(self, size: int) -> int:
+        """Returns the capacity for rows of `size` tokens."""
+        return buckets.capacity_for(size, self.most_slots, self._loop.platform)
 
     def grown(self, state: Any, needed: int) -> Any:
         """Returns a state that has grown by whole steps, for which there are programs, to the capacity needed."""
         while (capacity := state.capacity) < needed:
-            state = self.call((compiled.grow, (state,), self._grow_static(self.larger(capacity))))
+            state = self.call((compiled.grow, (state,), self._grow_static(self.capacity_for(capacity + 1))))
         return state
 
     def parts(self, requests: Sequence[RowRequest]) -> Parts:
@@ -284,7 +283,7 @@ class Feeding:
                 yield compiled.prefill, (*later.arguments, caches), later.static
             if not buckets.must_grow(longest, self._drafter.reach, capacity):
                 return
-            capacity = self.larger(capacity)
+            capacity = self.capacity_for(capacity + 1)
             for state in states.values():
                 yield compiled.grow, (state,), self._grow_static(capacity)
 

@@ -158,7 +158,7 @@ class Session:
     def check_memory(self, requests: Sequence[RowRequest], max_batch: int) -> None:
         """Raises ValueError if the caches of a batch do not fit into memory: the target's and the drafter's."""
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-        capacity = buckets.capacity_for(longest + self._drafter.reach, self._feeding.most_slots)
+        capacity = self._feeding.capacity_for(longest + self._drafter.reach)
         dataclasses.replace(self._widths, most=min(self._widths.most, max_batch)).check(
             len(requests), capacity
         )
@@ -173,12 +173,14 @@ class Session:
             self.step(1)
             return
         example = dataclasses.replace(self.requests[0], prompt=self.requests[0].prompt[:1], start=0)
-        batches = [self._widths.of(len(self.requests))]
-        if self._elastic:
-            batches = sorted({self._widths.of(count) for count in range(1, self._widths.most + 1)})
-        for function, args, static in self._feeding.calls(
-            example, batches, longest, self._elastic, continued
-        ):
+        counts = range(1, self._widths.most + 1) if self._elastic else [len(self.requests)]
+        batches = sorted({self._widths.of(count) for count in counts})
+        calls = [*self._feeding.calls(example, batches, longest, self._elastic, continued)]
+        # A second thread compiles half of the long ones, and then half of the short ones, at the same time.
+        calls.sort(key=lambda call: call[0] is not compiled.run_rounds)
+        for function, args, static in calls[1::2]:
+            self._executables.prepare(function, *args, **static)
+        for function, args, static in calls:
             self._executables.compiled(function, *args, **static)
 
     def halt(self, index: int) -> None:
@@ -406,7 +408,7 @@ class Session:
             self.strategy.changed()
         elif self.loop.mesh is None and buckets.may_grow(longest, most, reach, self.capacity):
             # The programs for the next capacity are compiled in the background.
-            static = {"capacity": self._feeding.larger(self.capacity), "mesh": None}
+            static = {"capacity": self._feeding.capacity_for(self.capacity + 1), "mesh": None}
             self._feeding.prepare((compiled.grow, (self._state,), static))
             larger = self._executables.shapes(compiled.grow, self._state, **static)
             self._feeding.prepare(self._feeding.rounds(larger, self._parts))

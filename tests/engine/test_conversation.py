@@ -21,9 +21,9 @@ FORGETS = TEMPLATE.replace(
 )
 TURNS = ("ab", "cab ed", "dd")
 OPTIONS = {"max_new_tokens": 10, "ignore_eos": True}
-ORDINARY = ("autoregressive", "ngram", "layerskip", "draft-model", "eagle3", "hybrid")
-FULL = ("s2d", "eagle-tree", "clasp", "hybrid-eagle", "dflash", "kangaroo")
-SLOW = (
+REPRESENTATIVES = ("autoregressive", "ngram", "layerskip", "draft-model", "eagle3", "hybrid")
+OTHERS = (
+    *("s2d", "eagle-tree", "clasp", "hybrid-eagle", "dflash", "kangaroo"),
     *("suffix", "token-recycling", "hybrid-draft-model", "asd", "s2d-target", "medusa-tree"),
     *("hybrid-asd", "draft-model-pairs", "draft-verify", "s2d-vocab", "hydra", "eagle-vocab"),
 )
@@ -54,14 +54,8 @@ def turns(lm, conversation, texts=TURNS, **options):
         held = [*conversation.prompt, *answer.tokens]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *ORDINARY,
-        *(pytest.param(one, marks=pytest.mark.full) for one in FULL),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW),
-    ],
-)
+@pytest.mark.representatives(*REPRESENTATIVES)
+@pytest.mark.parametrize("name", [*REPRESENTATIVES, *OTHERS])
 def test_every_turn_equals_a_text_of_its_own(name, monkeypatch):
     """Not only the tokens: the drafts of each round are the same, so the drafter's caches are the same too."""
     config = tiny.config_of(name)
@@ -88,6 +82,7 @@ def test_every_turn_equals_a_text_of_its_own(name, monkeypatch):
         fed.clear()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("template", [TEMPLATE, FORGETS])
 def test_auto_reuses_caches(template):
     lm = model(template=template)
@@ -163,9 +158,10 @@ def test_an_interrupted_call_costs_only_the_caches(lm, name, monkeypatch):
         assert answer.tokens == fresh.tokens
 
 
+@pytest.mark.slow
 def test_caches_grow(lm, monkeypatch):
     """From 32 to 128 slots, by copying."""
-    monkeypatch.setattr(buckets, "capacity_for", lambda size, most: buckets.bucket(size))
+    monkeypatch.setattr(buckets, "capacity_for", lambda size, most, platform: buckets.bucket(size))
     method = tiny.drafter_of("draft-model")
     capacities = []
     conversation = lm.chat(method=method, **OPTIONS)

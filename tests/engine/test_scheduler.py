@@ -73,7 +73,7 @@ def test_a_text_does_not_depend_on_its_neighbours(lm, method):
     assert [texts[number] for number in ids] == [tiny.greedy(prompt, BUDGET) for prompt in prompts]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_auto_drafts_while_the_batch_gets_wider():
     lm, prompt = tiny.language_model(), (7, 1, 7, 1, 7, 1, 7, 2)
     scheduler, events = Scheduler(lm), []
@@ -166,7 +166,7 @@ def test_a_batch_narrows_only_where_its_loop_is_compiled():
 @pytest.mark.parametrize("method", ["autoregressive", "draft-model"])
 def test_requests_wait_where_a_wider_batch_does_not_fit(lm, monkeypatch, method, burst):
     """There is memory for the target's cache of 5 rows, or for those of both models of 2 (widths: 1, 4)."""
-    capacity = buckets.capacity_for(1, lm.config.context_length + tiny.K)
+    capacity = buckets.capacity_for(1, lm.config.context_length + tiny.K, "cpu")
     free = cache.size_bytes(lm.config, 5, capacity, "float32")
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     scheduler, events, running, ids = Scheduler(lm, max_rounds=2), [], [], []
@@ -327,6 +327,7 @@ def test_a_seed_gives_one_text_where_drafts_depend_on_the_other_rows(lm):
         assert texts[number] == alone.tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "rows"),
     [({}, 2), ({"temperature": 1.0}, 2), ({"temperature": 1.0, "acceptor": "block"}, 1)],
