@@ -64,9 +64,7 @@ def no_default_method(monkeypatch):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem():
-    """Marks as `full` all rows of a test but those that `@pytest.mark.representatives(*ids)` names.
-
-    With `full=ids`, only these are full, and the rest is slow.
+    """Marks as `slow` all rows of a test but those that `@pytest.mark.representatives(*ids)` names.
 
     Raises:
       pytest.UsageError: a name that is no row's, so that renaming a row cannot remove it from the ordinary tests.
@@ -75,11 +73,10 @@ def pytest_pycollect_makeitem():
     for item in made if isinstance(made, list) else []:
         if kept := item.get_closest_marker("representatives"):
             rows = {one.callspec.id for one in made if one.originalname == item.originalname}
-            full = set(kept.kwargs.get("full", rows))
-            if missing := (full | set(kept.args)) - rows:
+            if missing := set(kept.args) - rows:
                 raise pytest.UsageError(f"{item.nodeid}: no row is named {', '.join(sorted(missing))}")
-            if item.callspec.id not in kept.args and not item.get_closest_marker("slow"):
-                item.add_marker("full" if item.callspec.id in full else "slow")
+            if item.callspec.id not in kept.args:
+                item.add_marker("slow")
     return made
 
 

@@ -257,7 +257,7 @@ def test_wrong_comparisons():
     assert lm.calls == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_gamma_is_carried_from_text_to_text_where_asked():
     lm, method = tiny.language_model(), methods.AdaSPEED(exit_layer=1, stop_rule=("product",), gamma=0.5)
     asked, generate = {"AdaSPEED": [], "NGram": [], "Autoregressive": []}, lm.generate

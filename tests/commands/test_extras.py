@@ -47,7 +47,7 @@ def test_the_metadata_has_these_extras():
         assert all(one.startswith(f"{extras.DISTRIBUTION}[") for one in own)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_base_generates(tmp_path):
     missing = {name for names in MODULES.values() for name in names} - {"yaml"}  # flax brings and imports it
     command = ["jaxspec", "generate", "Once", "--max-new-tokens", "2", "--model", "small"]

@@ -516,5 +516,5 @@ def test_a_place_that_cannot_be_written_to(run, model, tmp_path, monkeypatch):
 def test_help_is_quick(run):
     status, out, err = run("inspect", "--help")
     assert (status, err) == (0, "")
-    assert "usage: jaxspec inspect [-h] [OPTIONS] [PROMPT ...]" in out
+    assert "usage: jaxspec inspect [-h] [OPTIONS] [PROMPTS ...]" in out
     assert "None" not in out

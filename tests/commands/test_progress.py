@@ -165,6 +165,7 @@ def test_a_function_shows_its_progress_unless_the_caller_does(shown):
     assert "jaxspec: first" in shown.getvalue()
 
 
+@pytest.mark.slow
 def test_a_comparison_names_what_compiles(monkeypatch):
     """Also the candidates of auto, which compile in the background."""
     lm, told, later = tiny.language_model(), [], []
@@ -197,6 +198,7 @@ def test_a_wait_names_what_compiles_in_the_background(shown):
     assert screen(shown.getvalue()) == [""]
 
 
+@pytest.mark.full
 def test_measurements_are_reported_as_they_come(monkeypatch):
     lm, reports = tiny.language_model(), []
     found = compare(
@@ -215,7 +217,7 @@ COMMAND = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_the_command_in_a_terminal_and_in_a_pipe():
     import pty

@@ -433,6 +433,7 @@ def test_the_command_writes_a_plan_that_the_method_finds(model, tmp_path, capfd)
     assert drafted.tokens == lm.generate("Once upon a time", method="autoregressive", max_new_tokens=8).tokens
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("known_costs")
 def test_an_interrupted_command_leaves_the_best_so_far(model, tmp_path, capfd, monkeypatch):
     output = tmp_path / "plan.json"

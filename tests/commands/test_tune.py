@@ -197,7 +197,7 @@ def test_wrong_sweeps(deep):
         Sweep(max_new_tokens=1)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_no_setting_compiles(deep):
     tried, sweep = ASDGrid(everys=(0, 2), keep_lasts=(0, 1)), Sweep(max_new_tokens=4, repeats=1)
     compiled = []
@@ -223,7 +223,7 @@ def model(tmp_path_factory):
     return write_tiny(tmp_path_factory, dataclasses.replace(CONFIG, num_layers=4))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_writes_numbers_that_the_method_finds(model, tmp_path, capfd):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Once upon a time")

@@ -107,11 +107,7 @@ def on_caches(text: str, shapes: set[tuple[int, ...]]) -> set[str]:
 
 
 @pytest.mark.representatives(
-    *("autoregressive-1", "choosing-1", "draft-model-1", "asd-1", "s2d-1", "eagle-1", "eagle-tree-1"),
-    full=[
-        *(f"{method}-1" for method in METHODS),
-        *("ngram-2", "choosing-2", "draft-model-2", "asd-2", "s2d-2", "eagle-tree-2"),
-    ],
+    *("autoregressive-1", "choosing-1", "draft-model-1", "asd-1", "s2d-1", "eagle-1", "eagle-tree-1")
 )
 @each_batch
 @each_method
@@ -141,7 +137,7 @@ def test_a_copied_cache_is_noticed():
     assert "copy" in on_caches(text, {(2, 32, 4)})
 
 
-@pytest.mark.representatives("hybrid", "draft-model", "asd", "s2d", "eagle")
+@pytest.mark.representatives("draft-model", "s2d", "eagle")
 @each_method
 def test_no_weight_is_in_the_program(lm, method):
     """Parameters are arguments of every compiled function."""
@@ -180,10 +176,7 @@ def test_the_widths_of_verification(lm, method):
     assert widths == expected.get(method, (1, 4))
 
 
-@pytest.mark.representatives(
-    *("ngram-tpu", "hybrid-cuda", "draft-model-tpu", "asd-tpu", "s2d-cuda", "eagle-tree-cuda"),
-    full=[*(f"{method}-tpu" for method in METHODS), "autoregressive-cuda", "choosing-cuda"],
-)
+@pytest.mark.representatives(*("choosing-cuda", "draft-model-tpu", "s2d-cuda", "eagle-tree-tpu"))
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @each_method
 def test_every_loop_lowers_for_accelerators(lm, method, platform):

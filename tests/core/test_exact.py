@@ -71,14 +71,15 @@ def fed(config, params, texts, sizes, capacity=256):
     return np.concatenate(found, axis=1), cache
 
 
-@pytest.mark.representatives("float32", "int8")
+@pytest.mark.representatives("float32")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_logits_do_not_depend_on_the_pass(form):
     """A text alone, token by token, against other numbers of rows, places, neighbours and capacities."""
     check_passes(CONFIG, form, ([3, 5, 8, 14], 32, 1), ([30], 256, 3))
 
 
-@pytest.mark.representatives(full=["float32", "bfloat16, int8 weights"])
+@pytest.mark.full
+@pytest.mark.representatives("bfloat16, int8 weights")
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_of_qwen3_do_not_depend_on_the_pass(form):
     check_passes(QWEN, form, ([2] * 15, 64, 1), ([3, 5, 8, 14], 32, 3), ([30], 512, 3))
@@ -92,13 +93,14 @@ def check_passes(config, form, *passes):
         np.testing.assert_array_equal(found[-1:], alone)
 
 
-@pytest.mark.representatives("float32", "int8")
+@pytest.mark.representatives("float32")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_logits_and_caches_do_not_depend_on_the_history(form):
     check_history(CONFIG, form, (1, 9))
 
 
-@pytest.mark.representatives(full=["float32", "bfloat16, int8 weights"])
+@pytest.mark.full
+@pytest.mark.representatives("bfloat16, int8 weights")
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_and_caches_of_qwen3_do_not_depend_on_the_history(form):
     check_history(QWEN, form, (1, 2, 5, 25))
@@ -153,7 +155,7 @@ def placed(cache, order):
     return dataclasses.replace(cache, layers=layers)
 
 
-@pytest.mark.representatives("float32", "int8")
+@pytest.mark.representatives("float32")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_a_path_of_a_tree_has_the_numbers_of_a_text(form):
     """Its rows, with gaps between their slots, some of them beyond the end of a block; and its cache after `move`."""
@@ -172,7 +174,7 @@ def test_a_path_of_a_tree_has_the_numbers_of_a_text(form):
         np.testing.assert_array_equal(one[:, :LENGTH], other[:, :LENGTH])
 
 
-@pytest.mark.representatives("float32", "int8")
+@pytest.mark.representatives("float32")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_a_product_does_not_depend_on_the_place_of_a_row(form):
     """Rows in another order, beside others, in passes of other widths; with sizes of which XLA has several kernels."""
@@ -275,6 +277,7 @@ def check_method(form, drafter):
     assert texts_and_bits(loop, prompts[:1], budgets[:1]) == expected[:1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "drafter"), [("float32", "token-recycling"), ("bfloat16", "layerskip")])
 def test_a_method_writes_the_bits_of_plain_decoding(form, drafter):
     check_method(form, drafter)
@@ -284,12 +287,17 @@ def test_a_method_writes_the_bits_of_plain_decoding(form, drafter):
 @pytest.mark.parametrize(
     ("form", "drafter"),
     [
-        ("float32", "hybrid-tree"),
         ("float32", "s2d-target"),
-        ("bfloat16", "uno-single-pass"),
-        ("bfloat16", "draft-verify"),
         ("int8", "eagle-tree"),
-        ("int8", "asd"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [
+                ("float32", "hybrid-tree"),
+                ("bfloat16", "uno-single-pass"),
+                ("bfloat16", "draft-verify"),
+                ("int8", "asd"),
+            ]
+        ),
     ],
 )
 def test_every_family_writes_the_bits_of_plain_decoding(form, drafter):
@@ -303,6 +311,7 @@ def test_every_method_writes_the_bits_of_plain_decoding(form, drafter):
     check_method(form, drafter)
 
 
+@pytest.mark.slow
 def test_the_engine_gives_equal_texts_with_every_method_and_batch():
     lm = tiny.language_model()
     options = {"exact": True, "logprobs": True, "max_new_tokens": 14}
@@ -317,6 +326,7 @@ def test_the_engine_gives_equal_texts_with_every_method_and_batch():
                 ]
 
 
+@pytest.mark.full
 def test_the_check_of_the_machine_fails_if_rows_depend_on_each_other(monkeypatch):
     model = LoadedModel(tiny.TARGET, tiny.params(), "tiny").exact
     assert exactness.is_exact(model, Executables())
@@ -347,7 +357,7 @@ def test_copies_of_the_weights_are_made_once():
     assert model.exact.vocabulary(ids) is model.vocabulary(ids)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_benchmark_counts_tokens_that_differ(tmp_path):
     results = [types.SimpleNamespace(tokens=tokens) for tokens in ([1, 2, 3], [1, 2], [4])]
     counts = exact_benchmark.compared(results, [results[0], results[0], results[1]])

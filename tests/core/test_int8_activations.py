@@ -136,6 +136,7 @@ def loop_in_int8(combination, distribution=None, config=None):
     return dataclasses.replace(loop, weights=Weights(made, loop.weights.drafter))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "drafter", ["ngram", "layerskip-vocab", "draft-model-vocab", "eagle3", "medusa-tree"]
 )
@@ -188,6 +189,7 @@ def test_the_machine_is_checked_once(monkeypatch, tmp_path):
     int8.is_faster.cache_clear()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_model_is_loaded_in_the_faster_form(monkeypatch, tmp_path, stored, faster, recwarn):
     checked(monkeypatch, tmp_path, faster)

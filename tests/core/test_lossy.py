@@ -133,7 +133,7 @@ def test_it_is_never_a_default_and_greedy_text_needs_none():
     assert isinstance(build_acceptor("typical", sampling=False), BlockAcceptor)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_result_says_so():
     lm = tiny.language_model()
     options = {"method": "ngram", "acceptor": "typical", "max_new_tokens": 4}
@@ -149,7 +149,7 @@ def test_a_result_says_so():
         lm.generate([3, 4], acceptor="usual")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_commands_say_so(capsys, tmp_path_factory):
     model = write_tiny(tmp_path_factory)
     options = ("--model", model, "--acceptor", "typical", "--temperature", 1, "--max-new-tokens", 4)

@@ -79,7 +79,8 @@ def test_every_cell_of_simulated_devices_runs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.representatives(full=["quickstart"])
+@pytest.mark.full
+@pytest.mark.representatives("quickstart")
 @pytest.mark.parametrize(
     "path", [one for one in NOTEBOOKS if one.stem != OF_ITS_OWN], ids=lambda path: path.stem
 )

@@ -60,7 +60,7 @@ def test_what_never_drafts_is_not_expected_to_be_right():
     assert fitted({"lookup": [[]]}) == fitted({"lookup": [[(0, 0)]] * 8}) == {}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_writes_what_auto_begins_with(tmp_path_factory, tmp_path, capfd):
     model = write_tiny(tmp_path_factory)
     command = ["tune", "--method", "auto", "--model", str(model), "--max-new-tokens", "8", "--json"]

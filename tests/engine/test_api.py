@@ -245,6 +245,7 @@ def test_the_used_mappings_are_a_share():
     assert (memory.used_mappings() > 0) == (sys.platform == "linux")
 
 
+@pytest.mark.slow
 def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):
     """Also those of method `auto`, whose drafters are kept."""
     monkeypatch.setattr(module, "_USED", type(module._USED)())
@@ -381,7 +382,7 @@ def test_an_acceptor_belongs_to_every_method(lm):
             lm.generate([3, 4], method=method, acceptor="greedy", **options)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_with_the_coupled_acceptor_a_seed_gives_plain_decodings_text(lm):
     options = {"max_new_tokens": 24, "ignore_eos": True, "temperature": [1.0, 0.0, 0.6], "seed": [7, 7, 9]}
     prompts = [[3, 4], [3, 4, 3, 4], [5]]

@@ -58,6 +58,7 @@ def test_texts_are_plain_decodings_and_drafted(lm, options):
         assert found[0].statistics.num_accepted_tokens >= 15
 
 
+@pytest.mark.full
 def test_trees_are_candidates_beside_an_exit():
     """Verification goes on after the exit layer in all rounds, so a tree's nodes run through the layers before it."""
     prompts, lengths = [list(PROMPT), [5], [3, 4, 3]], [40, 9, 30]

@@ -40,8 +40,7 @@ OTHER_DRAFTS = (
     *("choosing", "choosing-heads", "choosing-trees"),
 )
 # Their states and caches are of different kinds.
-ORDINARY = ("autoregressive", "ngram", "layerskip", "draft-model", "eagle3")
-FULL = ("choosing", "s2d", "clasp", "eagle-tree", "hybrid-eagle", "medusa", "uno", "uno-single-pass")
+REPRESENTATIVES = ("ngram", "layerskip", "eagle3")
 
 
 def model(config=tiny.TARGET, prefix_cache=2**26, min_tokens=4) -> LanguageModel:
@@ -84,12 +83,8 @@ def check_equal(name, results, fresh):
             assert counts.acceptance_histogram == expected.acceptance_histogram
 
 
-def marks_of(name):
-    """Some drafters are ordinary, some full, and the others slow."""
-    return () if name in ORDINARY else pytest.mark.full if name in FULL else pytest.mark.slow
-
-
-@pytest.mark.parametrize("name", [pytest.param(one, marks=marks_of(one)) for one in tiny.DRAFTERS])
+@pytest.mark.representatives(*REPRESENTATIVES)
+@pytest.mark.parametrize("name", tiny.DRAFTERS)
 def test_texts_equal_those_fed_from_the_first_token(name):
     """Rows of one batch, rows that are refilled, and a second call, with the drafts of each round."""
     config = tiny.config_of(name)
@@ -117,6 +112,7 @@ def test_a_shared_beginning_is_fed_once(monkeypatch):
     assert fed == [22, 8, 3, 4, 3]
 
 
+@pytest.mark.full
 def test_a_longer_prompt_is_fed_between_the_rounds_of_other_rows(monkeypatch):
     """A request waits while another one's prompt is fed in chunks, and then continues from it."""
     lm = model()
@@ -130,6 +126,7 @@ def test_a_longer_prompt_is_fed_between_the_rounds_of_other_rows(monkeypatch):
     assert sorted(fed) == sorted([8, 242, 2, 4])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["ngram", "draft-model", "eagle3"])
 def test_a_conversation_begins_with_the_kept_system_prompt(name):
     template = "{% for one in messages %}{{ one.content }}{{ '</s>' if one.role == 'assistant' else 'd' }}{% endfor %}"
@@ -147,6 +144,7 @@ def test_a_conversation_begins_with_the_kept_system_prompt(name):
         assert answer.tokens == fresh.tokens
 
 
+@pytest.mark.full
 def test_auto_reuses_caches():
     options = OPTIONS | {"method": "auto", "among": ("ngram", "suffix")}
     fresh, lm = model(prefix_cache=None).generate(PROMPTS, **options), model()
@@ -156,6 +154,7 @@ def test_auto_reuses_caches():
     assert [result.statistics.num_reused_tokens for result in results] == [21, 26, 10, 0, 23]
 
 
+@pytest.mark.full
 def test_sampled_texts_are_the_same():
     options = OPTIONS | {"method": "ngram", "temperature": 1.0, "seed": 5, "acceptor": "coupled"}
     fresh, lm = model(prefix_cache=None).generate(PROMPTS, **options), model()
@@ -163,6 +162,7 @@ def test_sampled_texts_are_the_same():
         assert [one.tokens for one in lm.generate(PROMPTS, **options)] == [one.tokens for one in fresh]
 
 
+@pytest.mark.slow
 def test_another_method_uses_the_caches_of_the_target():
     """A head cannot, because it reads hidden states of all tokens."""
     lm = model()
@@ -184,6 +184,8 @@ def test_a_warm_model_compiles_nothing_for_the_first_texts():
     assert len(lm.prefixes) == 1
 
 
+@pytest.mark.full
+@pytest.mark.representatives("eagle3")
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 def test_requests_of_a_scheduler(name, monkeypatch):
     """They arrive at once, and those that share a long beginning wait until it is fed."""
@@ -201,7 +203,7 @@ def test_requests_of_a_scheduler(name, monkeypatch):
     assert sum(fed) < 22 + 8 + 11 + 4 + 4 + 101 + 3 + 2 + 20  # not more than 20 tokens twice
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_eight_devices():
     program = """
 import json, sys

@@ -120,7 +120,7 @@ def records(path: Path) -> dict[int, dict]:
     return {line["id"]: line for line in lines}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_answer_a_batch_as_one(tmp_path_factory, tmp_path):
     """A line is wrong, another one sampled; there are more lines than rows."""
     model = write_tiny(tmp_path_factory, TARGET)
@@ -167,8 +167,7 @@ def test_a_batch_on_a_mesh_is_that_of_one_device(tmp_path):
     [
         (signal.SIGKILL, 1),
         pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
-        (signal.SIGINT, 1),
-        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+        *(pytest.param(signal.SIGINT, which, marks=pytest.mark.slow) for which in (0, 1)),
     ],
 )
 def test_processes_end_together(tmp_path_factory, capsys, number, which):
@@ -382,7 +381,7 @@ distributed.leave(0)
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "files"),
     [

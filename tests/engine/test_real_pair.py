@@ -45,7 +45,8 @@ def test_plain_decoding_is_the_slow_decoder():
         assert logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist() == tokens
 
 
-@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.representatives("draft-model")
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,11 +79,12 @@ def draft_choices() -> np.ndarray:
     return np.array(agreed)
 
 
+@pytest.mark.full
 def test_the_draft_agrees_as_often_as_measured():
     assert draft_choices().mean() == pytest.approx(AGREEMENT, abs=0.06)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_acceptance_falls_with_the_length_of_the_draft():
     """About .7 at K = 1 and .4 at K = 4, over all rounds."""
     rates = {}

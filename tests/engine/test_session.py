@@ -27,7 +27,7 @@ from tests import tiny
 PROMPTS = ((5,), (7, 1, 7, 1, 7, 1, 7, 2))
 each_method = pytest.mark.parametrize("method", tiny.METHODS)
 # The methods of the ordinary tests.
-FEW = ("autoregressive", "ngram", "choosing", "draft-model", "asd", "s2d")
+FEW = ("autoregressive", "ngram", "draft-model", "s2d")
 
 
 def generate(lm, prompts, method="autoregressive", **options):
@@ -48,7 +48,7 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(buckets, "START_CAPACITY", buckets.MIN_CAPACITY)
 
 
-@pytest.mark.representatives("ngram", "draft-model", "asd", full=["choosing", "s2d", "eagle"])
+@pytest.mark.representatives("ngram", "draft-model", "asd")
 @each_method
 def test_alone_in_a_batch_and_streamed(lm, method):
     """Every text equals that of the slow decoder."""
@@ -145,7 +145,7 @@ def test_a_single_token(lm):
     assert (row.statistics.mean_acceptance_length, row.statistics.tokens_per_second) == (None, None)
 
 
-@pytest.mark.representatives("ngram", full=["s2d"])
+@pytest.mark.representatives("ngram")
 @pytest.mark.parametrize("method", ["ngram", "draft-exit", "s2d"])
 def test_a_text_grows_through_the_buckets(lm, small_buckets, method):
     found = generate(lm, PROMPTS[:1], method, max_new_tokens=80, ignore_eos=True, logprobs=True)[0]
@@ -154,7 +154,7 @@ def test_a_text_grows_through_the_buckets(lm, small_buckets, method):
     assert found.statistics.num_tokens == 80
 
 
-@pytest.mark.representatives("autoregressive", full=["s2d"])
+@pytest.mark.representatives("autoregressive")
 @pytest.mark.parametrize("method", ["autoregressive", "draft-exit", "s2d"])
 def test_finished_rows_make_room(lm, method):
     """With more prompts than rows, every text equals that of its prompt alone, in the order of the prompts."""
@@ -207,7 +207,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 
-@pytest.mark.representatives("draft-model", full=["eagle3"])
+@pytest.mark.representatives("draft-model")
 @pytest.mark.parametrize("method", ["autoregressive", "draft-model", "asd", "s2d", "eagle3"])
 def test_neighbours_go_on_while_a_long_prompt_is_fed(lm, small_chunks, method):
     requests = [RowRequest(PROMPTS[0], 1), RowRequest(PROMPTS[1], 60), RowRequest(LONG, 8)]
@@ -319,7 +319,7 @@ def test_prompt_and_budget_may_fill_the_context():
         lm.generate(almost, max_new_tokens=2)
 
 
-@pytest.mark.representatives("ngram", "draft-model", "s2d", full=["eagle"])
+@pytest.mark.representatives("ngram", "draft-model", "s2d")
 @each_method
 def test_log_probs_are_the_targets(lm, method):
     budget = 10
@@ -432,10 +432,7 @@ def test_requests_are_values():
     assert dataclasses.replace(request, seed=1) != request
 
 
-@pytest.mark.representatives(
-    *("1-draft-model", "1-s2d", "20-ngram", "20-draft-model", "20-asd"),
-    full=["20-choosing", "20-s2d", "20-layerskip", "20-eagle"],
-)
+@pytest.mark.representatives("1-draft-model", "1-s2d", "20-ngram", "20-draft-model", "20-asd")
 @each_method
 @pytest.mark.parametrize("budget", [1, 20])
 def test_a_text_that_has_begun_goes_on(lm, method, budget):

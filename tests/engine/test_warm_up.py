@@ -39,7 +39,9 @@ def test_a_text_may_grow_and_auto_has_its_program():
     assert lm.executables.num_compilations == compiled
 
 
-@pytest.mark.parametrize("method", ["ngram", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "method", [pytest.param("ngram", marks=pytest.mark.full), pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_after_the_scheduler_is_warm_no_request_compiles(monkeypatch, method):
     """Whatever its options, its length and the requests beside it."""
     monkeypatch.setattr(buckets, "START_CAPACITY", buckets.MIN_CAPACITY)

@@ -88,7 +88,7 @@ def test_every_head_has_its_weights_or_its_counts():
                 assert accepted >= run["num_accepted_tokens"][number]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_target_does_what_it_was_trained_for():
     lm = jaxspec.load("small")
     asked = [task for family in ("sums", "code", "edits", "facts") for task in tasks.tasks(family, 6)]

@@ -219,6 +219,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_reading_would_be_noticed(said, wrong):
     layout, files, aux_layers = WRONG[wrong]

@@ -78,6 +78,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_reading_would_be_noticed(said, wrong):
     assert off(said, *WRONG[wrong]) > 1e-3
@@ -170,7 +171,7 @@ def test_an_adapter_drafts_by_the_name_of_its_method(model, tmp_path):
     assert tiny.draft_cost(hybrid) == pytest.approx(tiny.share_of_step(model, runs, head=True))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_takes_turns_with_another_drafter(model, tmp_path):
     """The adapter's state also receives the tokens that only the other drafter drafts."""
     path, prompt = str(write(tmp_path / "published", adapter())), (3, 4, 5, 3, 4)

@@ -143,6 +143,7 @@ def test_drafts_are_those_of_the_slow_reference(said, kind):
     assert off(said(kind), FILES[kind][1]) < 2e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", FILES)
 def test_a_aux_hidden_state_of_another_place_would_be_noticed(said, kind):
     assert off(said(kind), FILES[kind][1], lambda true: true[:-1]) > 1e-3
@@ -548,7 +549,7 @@ def test_heads_that_do_not_fit_are_refused_before_they_are_placed(model, tmp_pat
         model.drafter("medusa", draft=path)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [{}, {"tree": "small"}], ids=["chain", "tree"])
 def test_they_take_turns_with_another_drafter(model, tmp_path, tree):
     path, prompt = str(write(tmp_path / "published", FILES["hydra++"])), (3, 4, 5, 3, 4)

@@ -265,6 +265,7 @@ def typed(folder, name: str, *more: str, kind: str) -> list[str]:
 
 
 @pytest.mark.full
+@pytest.mark.representatives("kangaroo")
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "kangaroo", "uno"])
 def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
     assert command.main(typed(folder, f"{kind}-whole", "--steps", "6", kind=kind)) == 0

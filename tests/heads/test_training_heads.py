@@ -353,7 +353,7 @@ def test_a_stopped_run_resumes_exactly(folder, whole):
     assert files[0] == files[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_head_of_eagle_3_1_is_trained_and_written_again_in_another_layout(folder):
     given = arguments(folder, "newer", "--steps", "3", "--card-prompts", "1", "--fc-norm", "--norm-output")
     for layout, key in (("speculators", "transformer_layer_config"), ("specforge", "eagle_config")):

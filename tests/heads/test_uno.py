@@ -156,6 +156,7 @@ WRONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_reading_would_be_noticed(said, wrong):
     assert off(said(), **{"files": uno(), **WRONG[wrong]}) > 1e-3
@@ -400,6 +401,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.full
 def test_an_adapter_drafts_by_the_name_of_its_method(model, tmp_path):
     path = write(tmp_path / "published", uno())
     made, _ = model.drafter("uno", draft=str(path), num_draft_tokens=3)
@@ -511,6 +513,7 @@ def _files(head: UnoConfig, params: Any) -> Files:
     return {"r": head.rank, "lora_alpha": head.alpha}, tensors
 
 
+@pytest.mark.full
 def test_the_loss_falls_and_only_the_adapters_are_trained(own_text):
     kind, net, params = begun()
     target, loss = tiny.params(TARGET), kind.loss(net, OPTIONS, None)

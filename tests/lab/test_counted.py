@@ -136,7 +136,7 @@ def test_task_types_are_those_of_the_limited_prompts(lm):
         assert bench.kinds("reporting", ["code"]) == ["code"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_masks_count_like_asd_and_each_once(lm, monkeypatch):
     with Workbench(lm, PaperOptions(max_new_tokens=12)) as bench:
         masks, prompt = asd_counts.Masks(bench), bench.encoded("tuning")[0]
@@ -165,7 +165,7 @@ def test_similarities_have_intervals_over_prompts():
     assert [claim.holds for claim in claims] == [True, True, None]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_other_drafts_of_the_sorted_drafts_shape_are_counted(lm, draft, tmp_path):
     twin = tmp_path / "twin"
     huggingface.save(twin, lm.config, params(TARGET, 4))

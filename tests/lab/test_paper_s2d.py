@@ -140,7 +140,7 @@ def test_s2d_with_several_targets(lm, target, options):
         measured(targets=("second", "the same"))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_sorted_target_drafts_for_itself(lm, target, options):
     found = papers.find("s2d")(lm, dataclasses.replace(options, sorted_target="sorted"), print)
     table = found.tables[-1]
@@ -163,7 +163,7 @@ def test_a_sorted_target_drafts_for_itself(lm, target, options):
     assert records.name == "temperature-0.jsonl"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_sorted_target_is_counted(lm, target, options, tmp_path, monkeypatch):
     monkeypatch.setattr(s2d_runs, "THRESHOLDS", (0.0, 0.9, 1.0))
     given = dataclasses.replace(options, counts=True, runs={}, sorted_target="sorted", directory=tmp_path)

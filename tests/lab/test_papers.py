@@ -208,7 +208,7 @@ def test_the_ideal_stop_drafts_nothing_wrong_after_the_first():
 # The papers
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_sampling(monkeypatch, tmp_path):
     monkeypatch.setattr(sampling, "TEMPERATURES", (0.0, 1.0))
     monkeypatch.setattr(sampling, "K", 2)

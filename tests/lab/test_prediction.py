@@ -17,7 +17,7 @@ def tiny_shape(monkeypatch):
     monkeypatch.setitem(prediction.SHAPES, "tiny", TINY)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_method_is_held_against_its_parts(capsys):
     words = "--shape tiny --methods ngram,layerskip --num-draft-tokens 2 --max-new-tokens 8 --repeats 1"
     assert prediction.main(words.split()) == 0

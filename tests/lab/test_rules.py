@@ -65,6 +65,7 @@ def test_a_case_counts_what_its_method_does(lm, cases, rule):
     assert rounds.accepted == sum(one.num_accepted_tokens for one in ran)
 
 
+@pytest.mark.full
 def test_the_oracle_has_no_method(cases):
     with pytest.raises(ValueError, match="differs for each text"):
         rules.Case("oracle", 1).method()

@@ -165,7 +165,7 @@ def test_an_interval_is_that_of_other_prompts():
 # The oracle
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_oracle_drafts_what_is_accepted_and_no_more():
     """At least one token, which may be wrong; never a wrong one after a right one."""
     model = deep()

@@ -58,7 +58,7 @@ def test_it_is_in_the_help(installed):
     assert "--period P the period of the text in tokens. Default 8." in words
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_compare_runs_it(installed):
     arguments = ("--model", "small", "--max-new-tokens", "12", "--repeats", "1", "--json")
     done = jaxspec(installed, "compare", "One, two,", "--run", "repeat --period 3", *arguments)

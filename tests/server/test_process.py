@@ -18,6 +18,7 @@ from tests.server import load
 openai = pytest.importorskip("openai")
 
 
+@pytest.mark.full
 def test_the_client_of_openai_and_the_end_by_sigterm(model):
     options = (
         "--model",
@@ -143,7 +144,7 @@ def test_a_request_without_an_answer_is_a_problem_of_the_load(monkeypatch):
     assert one.report.problems == ["whole: no answer in 0.01 seconds"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_small_load_with_faults(model):
     report = load.run(load.Options(model=str(model), requests=160, clients=12, max_tokens=12, max_batch=2))
     assert report.problems == []

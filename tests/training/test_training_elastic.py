@@ -110,6 +110,7 @@ def is_writing(checkpoints: Path) -> bool:
     return checkpoints.is_dir() and any("tmp" in name for name in os.listdir(checkpoints))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "steps"), [(2, 12), pytest.param(30, 100, marks=pytest.mark.slow)], ids=["2", "30"]
 )
@@ -191,6 +192,7 @@ def signalled(monkeypatch):
     return after
 
 
+@pytest.mark.full
 def test_sigterm_saves_without_measuring(folder, signalled, monkeypatch, capsys):
     """Measurements and samples may take longer than a machine that is taken away leaves."""
     make_measure = evaluation.make_measure

@@ -172,6 +172,7 @@ def narrow(monkeypatch):
         monkeypatch.setitem(device_profile.SHAPES, name, small)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"adaspeed-probe"}))
 def test_a_recipe_of_a_paper_compiles(name, narrow):
     python, m, module, *words = compile_line(name)
@@ -190,7 +191,8 @@ def test_a_recipe_of_a_paper_compiles(name, narrow):
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra aot")
-@pytest.mark.parametrize("name", ["s2d-sorted", "kangaroo-8b", "hydra-8b"])  # the others take minutes more
+@pytest.mark.representatives("kangaroo-8b")
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"adaspeed-probe"}))
 def test_a_recipe_of_a_paper_compiles_for_its_chips(name, narrow, capsys, monkeypatch):
     """The command of its first lines, with narrow layers."""
     monkeypatch.chdir(RECIPES.parents[2])

@@ -262,6 +262,7 @@ def test_a_model_is_written_in_the_dtype_of_its_start(tmp_path, params, stored, 
     assert written_dtype(option_files.parse(sft.Options, words, "sft")) == written
 
 
+@pytest.mark.full
 def test_another_model_in_the_same_run_directory_is_refused(folder, whole, capsys):
     assert sft.main(arguments(folder, "whole", "--steps", "70", "--hidden-size", "32")) == 2
     assert "another model" in capsys.readouterr().err
