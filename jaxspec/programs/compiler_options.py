@@ -13,8 +13,15 @@ _LIMIT_KIB = 65536
 _CHIPS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p")
 
 
+# What a GPU starts as one graph, without the host: XLA's defaults in jaxlib 0.10, and the loops and branches of rounds.
+_COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+
+
 def compiler_options(args: Any) -> dict[str, str] | None:
     """Returns the compiler options for a program with these arguments; None for the compiler's defaults.
+
+    On an NVIDIA GPU, loops and branches are part of a command buffer, a graph of kernels that starts as a whole
+    (docs/laboratory.md).
 
     On a TPU, a product converts an int8 weight to bfloat16 in fast memory, and the default limit allows only small
     parts of the weight at a time. The compiler estimates fewer cycles with a higher limit. It estimates more cycles for
@@ -24,9 +31,10 @@ def compiler_options(args: Any) -> dict[str, str] | None:
     Args:
       args: a tree of arrays or `jax.ShapeDtypeStruct`s. Leaves without a sharding are on the default device.
     """
-    leaves = jax.tree.leaves(args, is_leaf=is_quantised)
-    if not any(map(is_quantised, leaves)):
-        return None
     shardings = [one.sharding for one in jax.tree.leaves(args) if getattr(one, "sharding", None) is not None]
     (device, *_) = shardings[0].device_set if shardings else jax.devices()
-    return {"xla_tpu_scoped_vmem_limit_kib": str(_LIMIT_KIB)} if device.device_kind in _CHIPS else None
+    if device.platform in ("gpu", "cuda"):
+        return {"xla_gpu_enable_command_buffer": _COMMAND_BUFFER}
+    quantised = any(map(is_quantised, jax.tree.leaves(args, is_leaf=is_quantised)))
+    limit = {"xla_tpu_scoped_vmem_limit_kib": str(_LIMIT_KIB)}
+    return limit if quantised and device.device_kind in _CHIPS else None

@@ -452,10 +452,24 @@ def test_the_report_of_a_gpu(here):
     ],
 )
 def test_what_a_compiler_is_told(kind, quantised, told):
-    sharding = types.SimpleNamespace(device_set=[types.SimpleNamespace(device_kind=kind)])
+    sharding = types.SimpleNamespace(
+        device_set=[types.SimpleNamespace(device_kind=kind, platform=kind[:3].lower())]
+    )
     leaf = types.SimpleNamespace(sharding=sharding)
     weights = {"norm": leaf, "out": Quantised(leaf, leaf) if quantised else leaf}
     assert compiler_options((weights, 0)) == told
+
+
+def test_a_gpu_starts_loops_and_branches_without_the_host():
+    """The compiler of this machine parses the option too, and refuses a part that it does not know."""
+    gpu = types.SimpleNamespace(device_kind="NVIDIA H100", platform="gpu")
+    leaf = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[gpu]))
+    (option,) = (told := compiler_options(leaf) or {})
+    assert {"WHILE", "CONDITIONAL"} < set(told[option].split(","))
+    lowered = jax.jit(jnp.sin).lower(1.0)
+    lowered.compile(compiler_options=told)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is not a valid enum value"):
+        lowered.compile(compiler_options={option: f"{told[option]},NO_SUCH_PART"})
 
 
 def test_a_compiler_is_told_by_generation_and_by_the_command(here, monkeypatch):

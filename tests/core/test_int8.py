@@ -218,7 +218,9 @@ def test_one_line_for_what_cannot_be(stored, tmp_path):
 )
 def test_more_fast_memory_is_asked_for_on_v5_alone(monkeypatch, kind, given):
     """Only for programs with int8 weights; other compilers refuse the unknown option."""
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+    monkeypatch.setattr(
+        jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind, platform=kind[:3].lower())]
+    )
     weight = jax.ShapeDtypeStruct((8, 16), jnp.float32)
     small = jax.eval_shape(quantised, weight)
     assert (compiler_options({"a": small}) is not None) == given
