@@ -31,7 +31,7 @@ LINES = {
     "loading": 490,
     "measuring": 6380,
     "methods": 1500,
-    "model": 1410,
+    "model": 1430,
     "programs": 950,
     "serving": 2290,
     "session": 1170,
