@@ -188,7 +188,7 @@ def attend(
     on_cpu = by_live_length if num_queries * slots <= MOST_SCORES else by_blocks
     # On an accelerator the scores of a block must fit into fast memory. As long as those of all slots do, a loop would
     # only make each layer wait for its predicate; there the capacity bounds the cost.
-    width = max(BLOCK, 1 << (SCORES_AT_ONCE // num_queries).bit_length() - 1)
+    width = block_on_accelerator(num_queries)
 
     def on_accelerator(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         # A TPU would write a mask that all heads share once for each head. Compared with the positions of each head,
@@ -201,6 +201,11 @@ def attend(
         queries, positions, *layer_and_seen, cpu=on_cpu, default=on_accelerator if width < slots else whole
     )
     return attended
+
+
+def block_on_accelerator(num_queries: int) -> int:
+    """Returns the most slots whose scores an accelerator computes at once, for rows × tokens × heads queries."""
+    return max(BLOCK, 1 << (SCORES_AT_ONCE // num_queries).bit_length() - 1)
 
 
 def attend_where(queries: jax.Array, layer: Layer, seen: jax.Array, merged: bool) -> jax.Array:

@@ -78,6 +78,19 @@ def capacity_for(size: int, most: int) -> int:
     return power if 4 * power < 3 * last else last
 
 
+def before(capacity: int) -> int:
+    """Returns the capacity from which a cache grows to this one; 0 if no cache grows to it.
+
+    Examples:
+      >>> [before(capacity) for capacity in (512, 640, 2048, 5120, 8192)]
+      [0, 0, 512, 2048, 2048]
+    """
+    found, power = 0, START_CAPACITY
+    while 4 * power < 3 * capacity:
+        found, power = power, 4 * power
+    return found
+
+
 def must_grow(length: int, reach: int, capacity: int) -> bool:
     """Whether the next round may exceed the capacity if the longest row has `length` tokens."""
     return length + reach > capacity
