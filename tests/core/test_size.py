@@ -31,7 +31,7 @@ LINES = {
     "loading": 490,
     "measuring": 6380,
     "methods": 1500,
-    "model": 1435,
+    "model": 1445,
     "programs": 1012,
     "serving": 2290,
     "session": 1180,
