@@ -32,6 +32,8 @@ BLOCK = 128
 MOST_SCORES = 2**22
 # The most scores of a block on an accelerator: 32 MB in float32, a quarter of the fast memory of a TPU.
 SCORES_AT_ONCE = 2**23
+# On a TPU a step reads only this many of the first slots if its texts have no more, else four times as many, and so on.
+SHORTEST = 2048
 # The value of a masked score. It is finite, so that a block without visible slots gives no NaN.
 _MASKED = -1e30
 
@@ -166,7 +168,7 @@ def attend(
     num_queries = queries.size // queries.shape[-1]
 
     def whole(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        slot = jnp.arange(slots)[None, None]
+        slot = jnp.arange(layer[0].shape[-2])[None, None]
         mask = visible(positions, slot, window) if seen is None else layer[2]
         return attend_where(queries, layer[:2], mask, merged)
 
@@ -197,8 +199,22 @@ def attend(
         by_head = jnp.broadcast_to(positions[:, None], shape)
         return _by_blocks(queries, layer[:2], by_head, window, merged, width, *layer[2:])
 
+    # A TPU decides by itself how many of the first slots it reads; a GPU would wait for its host in each layer.
+    lengths = [n for n in (SHORTEST * 4**i for i in range(16)) if n < slots]
+
+    def shortest(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+        def read(length: int, queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+            keys, values = (x[..., :length, :] for x in layer[:2])
+            return whole(queries, positions, keys, values, *(mask[..., :length] for mask in layer[2:]))
+
+        index = jnp.sum(jnp.max(positions) >= jnp.array(lengths, jnp.int32))
+        branches = [functools.partial(read, length) for length in (*lengths, slots)]
+        attended: jax.Array = jax.lax.switch(index, branches, queries, positions, *layer)
+        return attended
+
+    default, on_tpu = (on_accelerator, on_accelerator) if width < slots else (whole, shortest)
     attended: jax.Array = jax.lax.platform_dependent(
-        queries, positions, *layer_and_seen, cpu=on_cpu, default=on_accelerator if width < slots else whole
+        queries, positions, *layer_and_seen, cpu=on_cpu, tpu=on_tpu, default=default
     )
     return attended
 

@@ -351,6 +351,26 @@ def test_attention_on_an_accelerator_reads_only_the_blocks_that_a_query_sees(
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_step_on_a_tpu_reads_as_many_slots_as_its_texts_have(monkeypatch, tree):
+    """The first 64 of 1,024 slots, the first 256, or all. Unread slots are not numbers."""
+    slots, rng = 8 * kv.BLOCK, np.random.default_rng(3)
+    layer = [rng.standard_normal((2, slots, 4)).astype(np.float32) for _ in range(2)]
+    queries = jnp.asarray(rng.standard_normal((2, 1, 1, 3, 4)), jnp.float32)
+    monkeypatch.setattr(kv, "SHORTEST", 64)
+    for live, read in ((1, 64), (64, 64), (65, 256), (256, 256), (257, 1024), (1024, 1024)):
+        positions = jnp.array([[0], [live - 1]])
+        seen = kv.visible(positions, jnp.arange(slots)[None, None], None)
+        expected = kv.attend_where(queries, layer, seen, merged=True)
+        given = [np.where(np.arange(slots)[:, None] < read, x, np.nan) for x in layer]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                jax.lax, "platform_dependent", lambda *given, tpu=None, default, **_: (tpu or default)(*given)
+            )
+            found = kv.attend(queries, given, positions, None, True, seen if tree else None)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_prompts_of_a_capacity_that_is_no_multiple_of_a_chunk():
     """The last chunk then begins earlier: past the last slot it would overwrite others."""
     config, params = CONFIGS["grouped"], _params("grouped")
