@@ -49,7 +49,7 @@ def prefill(
       request: the rows; their N is the capacity.
       caches: the caches, of the same capacity, that hold the tokens before `request.start`; None for empty ones. If
         the drafter has auxiliary layers, `caches.absorbed` is None only if every row starts at 0.
-      chunk_size: positions fed at once, static, a divisor of N.
+      chunk_size: positions fed at once, static, at most N.
       merged: the layout of the cache, static, see `model.cache`.
 
     Returns:
@@ -209,7 +209,7 @@ def catch_up(
       params: all parameters.
       parts: the method that continues.
       state: the state of the text; its `drafter_state` belongs to another drafter.
-      chunk_size: positions fed at once, static, a divisor of the capacity.
+      chunk_size: positions fed at once, static, at most the capacity.
     """
     batch, length = state.length.shape[0], state.length - 1
     view = View(

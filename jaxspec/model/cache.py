@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,16 +26,20 @@ from jaxspec.model.numerics import LANES, filled, of_two_rows, precision_of, sum
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
 UNROLLED_ROWS = 8
-# Slots per block where attention follows the live length.
+# Slots per block where attention follows the live length on a CPU; on an accelerator a block has this many or more.
 BLOCK = 128
 # Above this number of scores, attention on a CPU always runs block by block: 16 MB in float32.
 MOST_SCORES = 2**22
+# The most scores of a block on an accelerator: 32 MB in float32, a quarter of the fast memory of a TPU.
+SCORES_AT_ONCE = 2**23
+# On a TPU a step reads only this many of the first slots if its texts have no more, else four times as many, and so on.
+SHORTEST = 2048
 # The value of a masked score. It is finite, so that a block without visible slots gives no NaN.
 _MASKED = -1e30
 
 Layer = tuple[jax.Array, jax.Array]
-# The carry of `_by_blocks`: the index of the next block, and the running numerator, denominator and maximum.
-Blocks = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# The sums of attention over some blocks: numerator [..., hd], denominator and maximum [..., 1].
+Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @struct.dataclass
@@ -160,9 +165,10 @@ def attend(
     if places is not None:
         return _by_positions(queries, layer, positions, window, merged, places, seen)
     layer_and_seen = layer if seen is None else (*layer, seen)
+    num_queries = queries.size // queries.shape[-1]
 
     def whole(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        slot = jnp.arange(slots)[None, None]
+        slot = jnp.arange(layer[0].shape[-2])[None, None]
         mask = visible(positions, slot, window) if seen is None else layer[2]
         return attend_where(queries, layer[:2], mask, merged)
 
@@ -170,22 +176,52 @@ def attend(
         return whole(queries, positions, *layer_and_seen)
 
     def by_blocks(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        return _by_blocks(queries, layer[:2], positions, window, merged, *layer[2:])
+        return _by_blocks(queries, layer[:2], positions, window, merged, BLOCK, *layer[2:])
 
     def by_live_length(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
         # Slicing blocks takes a CPU more than half of the time for few queries, and less for many.
         share = 0.5 if queries.shape[1] <= 4 else 0.75
-        mostly_live = jnp.max(positions) + 1 > share * slots
+        first = _first_block(positions, None if layer[2:] else window, BLOCK)
+        mostly_live = jnp.max(positions) + 1 - first * BLOCK > share * slots
         attended: jax.Array = jax.lax.cond(mostly_live, whole, by_blocks, queries, positions, *layer)
         return attended
 
     # The scores of all slots must fit into a processor's cache.
-    on_cpu = by_live_length if queries.size // queries.shape[-1] * slots <= MOST_SCORES else by_blocks
-    # On an accelerator the loop would wait for its predicate in every layer; there the capacity bounds the cost.
+    on_cpu = by_live_length if num_queries * slots <= MOST_SCORES else by_blocks
+    # On an accelerator the scores of a block must fit into fast memory. As long as those of all slots do, a loop would
+    # only make each layer wait for its predicate; there the capacity bounds the cost.
+    width = block_on_accelerator(num_queries)
+
+    def on_accelerator(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+        # A TPU would write a mask that all heads share once for each head. Compared with the positions of each head,
+        # the slots become a part of the product.
+        shape = (len(positions), num_queries // positions.size, positions.shape[1])
+        by_head = jnp.broadcast_to(positions[:, None], shape)
+        return _by_blocks(queries, layer[:2], by_head, window, merged, width, *layer[2:])
+
+    # A TPU decides by itself how many of the first slots it reads; a GPU would wait for its host in each layer.
+    lengths = [n for n in (SHORTEST * 4**i for i in range(16)) if n < slots]
+
+    def shortest(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+        def read(length: int, queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+            keys, values = (x[..., :length, :] for x in layer[:2])
+            return whole(queries, positions, keys, values, *(mask[..., :length] for mask in layer[2:]))
+
+        index = jnp.sum(jnp.max(positions) >= jnp.array(lengths, jnp.int32))
+        branches = [functools.partial(read, length) for length in (*lengths, slots)]
+        attended: jax.Array = jax.lax.switch(index, branches, queries, positions, *layer)
+        return attended
+
+    default, on_tpu = (on_accelerator, on_accelerator) if width < slots else (whole, shortest)
     attended: jax.Array = jax.lax.platform_dependent(
-        queries, positions, *layer_and_seen, cpu=on_cpu, default=whole
+        queries, positions, *layer_and_seen, cpu=on_cpu, tpu=on_tpu, default=default
     )
     return attended
+
+
+def block_on_accelerator(num_queries: int) -> int:
+    """Returns the most slots whose scores an accelerator computes at once, for rows × tokens × heads queries."""
+    return max(BLOCK, 1 << (SCORES_AT_ONCE // num_queries).bit_length() - 1)
 
 
 def attend_where(queries: jax.Array, layer: Layer, seen: jax.Array, merged: bool) -> jax.Array:
@@ -209,26 +245,39 @@ def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
     return mixed.transpose(0, 3, 1, 2, 4)
 
 
-def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the unnormalised softmax over some slots: numerator [..., hd], denominator and maximum [..., 1]."""
+def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array) -> Sums:
+    """Returns the unnormalised softmax over some slots; `seen` is as in `_masked_scores`."""
     keys, values = layer
     scores = _masked_scores(q, keys, seen)
     # The maximum cancels out, so its gradient is zero.
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - top)
-    return _batched_product(weights.astype(q.dtype), values, 0), jnp.sum(weights, axis=-1, keepdims=True), top
+    rounded = weights.astype(q.dtype)
+
+    def by_product(weights: jax.Array, rounded: jax.Array) -> jax.Array:
+        ones = jnp.ones((*q.shape[:-2], values.shape[-2], 1), q.dtype)
+        return _batched_product(rounded, ones, 0)
+
+    def by_sum(weights: jax.Array, rounded: jax.Array) -> jax.Array:
+        return jnp.sum(weights, axis=-1, keepdims=True)
+
+    # By the compiler's estimate, the vector unit of a TPU takes six times as long for the sums as the matrix unit takes
+    # for both products.
+    total = jax.lax.platform_dependent(weights, rounded, tpu=by_product, default=by_sum)
+    return _batched_product(rounded, values, 0), total, top
 
 
 def _masked_scores(q: jax.Array, keys: jax.Array, seen: jax.Array, exact: bool = False) -> jax.Array:
-    batch, length, slots = seen.shape
+    """Returns the scores float32[..., S] of q [..., hd] where `seen` bool[B, T, S], or by head bool[B, KV·G, T, S]."""
+    batch, *_, length, slots = seen.shape
     scores = _batched_product(q, keys, 1, exact) * (1.0 / math.sqrt(q.shape[-1]))
-    # All heads of a row share one mask: [B, KV·G, T, S] against [B, 1, T, S].
     split = scores.reshape(batch, -1, length, slots)
-    return jnp.where(seen[:, None], split, _MASKED).reshape(scores.shape)
+    by_head = seen if seen.ndim == split.ndim else seen[:, None]
+    return jnp.where(by_head, split, _MASKED).reshape(scores.shape)
 
 
 def visible(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
-    """Returns the mask of the slots [..., S] that queries at positions [B, T] see, bool[B, T, S]."""
+    """Returns the mask of the slots [..., S] that queries at positions [B, ..., T] see, bool[B, ..., T, S]."""
     mask = slots <= positions[..., None]
     return mask if window is None else mask & (slots > positions[..., None] - window)
 
@@ -258,35 +307,64 @@ def _by_blocks(
     positions: jax.Array,
     window: int | None,
     merged: bool,
+    width: int,
     mask: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention over the live slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
+    """Attention over the visible slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
 
-    The cost follows the live length, not the capacity. A block without visible slots adds exactly 0 to a row. The
-    longest row of a batch decides between this and one product over all slots, so it can change the last bits of the
-    other rows.
+    `positions` are int32[B, T], or by head int32[B, KV·G, T].
+
+    The cost follows the live length, or the window, not the capacity. A block without visible slots adds exactly 0 to a
+    row. The longest row of a batch decides between this and one product over all slots, so it can change the last bits
+    of the other rows.
     """
     q = _by_key_head(queries, merged)
-    live = jnp.max(positions) + 1
+    slots = layer[0].shape[-2]
 
-    def body(carry: Blocks) -> Blocks:
-        index, mixed, total, top = carry
-        first = index * BLOCK
-        keys, values = (jax.lax.dynamic_slice_in_dim(x, first, BLOCK, q.ndim - 2) for x in layer)
+    def add(index: jax.Array, mixed: jax.Array, total: jax.Array, top: jax.Array) -> Sums:
+        first = index * width
+        # The last block may begin earlier; its first slots are then those of the block before.
+        begin = first if slots % width == 0 else jnp.minimum(first, slots - width)
+        keys, values = (jax.lax.dynamic_slice_in_dim(x, begin, width, q.ndim - 2) for x in layer)
+        place = begin + jnp.arange(width)[None, None]
         if mask is None:
-            seen = visible(positions, first + jnp.arange(BLOCK)[None, None], window)
+            seen = visible(positions, place, window)
         else:
-            seen = jax.lax.dynamic_slice_in_dim(mask, first, BLOCK, 2)
+            seen = jax.lax.dynamic_slice_in_dim(mask, begin, width, 2)
+        if slots % width:
+            seen &= place >= first
         new_mixed, new_total, new_top = _partial_softmax(q, (keys, values), seen)
         # Rescale both parts to the common maximum before adding them.
         highest = jnp.maximum(top, new_top)
         old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
-        return index + 1, mixed * old + new_mixed * new, total * old + new_total * new, highest
+        return mixed * old + new_mixed * new, total * old + new_total * new, highest
+
+    return _by_query(_over_blocks(q, positions, None if mask is not None else window, width, add), queries)
+
+
+def _over_blocks(
+    q: jax.Array, positions: jax.Array, window: int | None, width: int, add: Callable[..., Sums]
+) -> jax.Array:
+    """Returns the attention [..., hd] of q [..., hd], summed over the blocks with slots that a query may see.
+
+    `add` returns the sums with a block, whose index it gets, added.
+    """
+    live = jnp.max(positions) + 1
+
+    def body(carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
+        index, sums = carry
+        return index + 1, add(index, *sums)
 
     column = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
-    empty = (jnp.int32(0), jnp.zeros(q.shape, jnp.float32), column, column + _MASKED)
-    _, mixed, total, _ = jax.lax.while_loop(lambda carry: carry[0] * BLOCK < live, body, empty)
-    return _by_query(mixed / total, queries)
+    empty = (jnp.zeros(q.shape, jnp.float32), column, column + _MASKED)
+    first = _first_block(positions, window, width)
+    _, (mixed, total, _) = jax.lax.while_loop(lambda carry: carry[0] * width < live, body, (first, empty))
+    return mixed / total
+
+
+def _first_block(positions: jax.Array, window: int | None, width: int) -> jax.Array:
+    """Returns the index of the first block of `width` slots in which a query at `positions` may see a slot."""
+    return jnp.int32(0) if window is None else jnp.maximum(jnp.min(positions) - window + 1, 0) // width
 
 
 def _by_positions(
@@ -298,7 +376,7 @@ def _by_positions(
     places: jax.Array,
     seen: jax.Array | None,
 ) -> jax.Array:
-    """Attention over the live slots, by blocks of positions: the result of a row depends on its own text alone.
+    """Attention over the visible slots, by blocks of positions: the result of a row depends on its own text alone.
 
     XLA's float32 kernel adds the products of a row in the order of the slots, and a masked slot adds exactly 0. So a
     row sums its own text in the order of positions, whether there are gaps or not. In a tree, the slot of a row is
@@ -309,13 +387,11 @@ def _by_positions(
     head_dim, slots = q.shape[-1], layer[0].shape[-2]
     width = min(BLOCK + (0 if seen is None else _lanes(queries.shape[1])), slots)
     padding = [(0, 0)] * (q.ndim - 2) + [(0, -width % LANES), (0, -head_dim % LANES)]
-    live = jnp.max(positions) + 1
 
     def cut(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, jnp.minimum(index * BLOCK, slots - width), width, axis)
 
-    def body(carry: Blocks) -> Blocks:
-        index, mixed, total, top = carry
+    def add(index: jax.Array, mixed: jax.Array, total: jax.Array, top: jax.Array) -> Sums:
         keys, values = (cut(x, index, q.ndim - 2) for x in layer)
         place = cut(places, index, 1)[:, None]
         mask = visible(positions, place, window) if seen is None else cut(seen, index, 2)
@@ -331,12 +407,9 @@ def _by_positions(
         new_mixed = _batched_product(new, values, 0, exact=True)[..., :head_dim]
         # Without the barrier, XLA could add a product to a sum without rounding it, in some programs only.
         mixed, total = jax.lax.optimization_barrier((mixed * old, total * old))
-        return index + 1, mixed + new_mixed, total + sums(new), highest
+        return mixed + new_mixed, total + sums(new), highest
 
-    column = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
-    empty = (jnp.int32(0), jnp.zeros(q.shape, jnp.float32), column, column + _MASKED)
-    _, mixed, total, _ = jax.lax.while_loop(lambda carry: carry[0] * BLOCK < live, body, empty)
-    return _by_query(mixed / total, queries)
+    return _by_query(_over_blocks(q, positions, None if seen is not None else window, BLOCK, add), queries)
 
 
 def _lanes(count: int) -> int:

@@ -38,7 +38,7 @@ def run_prompts(
     Args:
       config: the model.
       params: its parameters.
-      tokens: int32[B, N], N a multiple of `chunk_size` and at most the cache's capacity.
+      tokens: int32[B, N], N at least `chunk_size` and at most the cache's capacity.
       length: int32[B], the tokens of each prompt, at least 1.
       cache: filled from slot start[b] on; it holds the positions before.
       chunk_size: positions per chunk, static.
@@ -135,7 +135,7 @@ def feed(
     def feed_piece(carry: tuple[jax.Array, Prefilling]) -> tuple[jax.Array, Prefilling]:
         index, state = carry
         new = jnp.full(batch, index * chunk_size, jnp.int32) + (0 if start is None else start)
-        begin = new if start is None else jnp.minimum(new, last_begin)
+        begin = new if start is None and tokens.shape[1] % chunk_size == 0 else jnp.minimum(new, last_begin)
         columns = begin[:, None] + jnp.arange(chunk_size)
         fed = jnp.take_along_axis(tokens, columns, axis=1)
         cosines: list[jax.Array] = []

@@ -63,7 +63,7 @@ def rows_below(rows: int) -> int:
 def capacity_for(size: int, most: int, platform: str) -> int:
     """Returns the capacity for rows of `size` tokens: `START_CAPACITY`, four times that, and so on.
 
-    On an accelerator each later one is twice the one before, because attention reads the whole capacity there. On a CPU
+    On an accelerator each later one is twice the one before, because attention reads most of the capacity there. On a CPU
     attention follows the length of the text, so four times as many slots cost memory alone. The last capacity is that
     of the longest text. One that is nearly as large is left out.
 
@@ -80,9 +80,28 @@ def capacity_for(size: int, most: int, platform: str) -> int:
     """
     power = START_CAPACITY
     while power < size:
-        power *= 4 if platform == "cpu" or power == START_CAPACITY else 2
+        power = _after(power, platform)
     last = _whole_tiles(max(size, most))
     return power if 4 * power < 3 * last else last
+
+
+def before(capacity: int, platform: str) -> int:
+    """Returns the capacity from which a cache grows to this one; 0 if no cache grows to it.
+
+    Examples:
+      >>> [before(capacity, "cpu") for capacity in (512, 640, 2048, 5120, 8192)]
+      [0, 0, 512, 2048, 2048]
+      >>> before(8192, "tpu")
+      4096
+    """
+    found, power = 0, START_CAPACITY
+    while 4 * power < 3 * capacity:
+        found, power = power, _after(power, platform)
+    return found
+
+
+def _after(power: int, platform: str) -> int:
+    return power * (4 if platform == "cpu" or power == START_CAPACITY else 2)
 
 
 def must_grow(length: int, reach: int, capacity: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import functools
 import math
 import os
@@ -16,6 +18,7 @@ from jaxspec.model import cache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import is_shape, num_params, param_shapes
 from jaxspec.model.quantisation import is_multiplied
+from jaxspec.programs import buckets
 
 _GIB = 2**30
 
@@ -33,6 +36,24 @@ def needed_bytes(
         before, after = _quantised_bytes(config, dtype, bits)
         weights += after - before
     return weights, cache.size_bytes(config, batch_size, capacity, dtype)
+
+
+def prefill_bytes(
+    config: LlamaConfig, dtype: DTypeLike, batch_size: int, capacity: int, platform: str
+) -> int:
+    """Returns an upper estimate of the bytes of the temporaries of a prefill; 0 for a CPU, where they are few.
+
+    These are the scores of a block in float32 and in `dtype`, the sums of attention, and the inner activations of an
+    MLP, for the tokens of a chunk.
+    """
+    if platform == "cpu":
+        return 0
+    size = np.dtype(dtype).itemsize
+    tokens = batch_size * min(buckets.prefill_chunk_size(capacity, platform), capacity)
+    queries = tokens * config.num_heads
+    slots = min(cache.block_on_accelerator(queries), capacity)
+    attention = queries * (slots * (4 + size) + 8 * config.head_dim)
+    return attention + tokens * 3 * config.intermediate_size * size
 
 
 def _quantised_bytes(config: LlamaConfig, dtype: np.dtype, bits: int) -> tuple[int, int]:
@@ -103,15 +124,61 @@ def check_fits(
       ValueError: the model does not fit; one line with the sizes in GiB and the options to change.
     """
     weights, slots = needed_bytes(config, dtype, batch_size, capacity, bits)
-    free = free_bytes(device)
-    if free is None or weights + slots <= free:
+    prompts = prefill_bytes(config, dtype, batch_size, capacity, device.platform)
+    free, needed = free_bytes(device), weights + slots + prompts
+    if free is None or needed <= free:
         return
     name = np.dtype(dtype).name if bits is None else f"int{bits}"
+    remedies = _Remedies(config, dtype, batch_size, slots // capacity // batch_size, device, bits)
     raise ValueError(
-        f"the model does not fit: weights {weights / _GIB:.2f} GiB ({name}) and cache {slots / _GIB:.2f} GiB "
-        f"(batch {batch_size}, {capacity} tokens) need {(weights + slots) / _GIB:.2f} GiB, {device} has "
-        f"{free / _GIB:.2f} GiB free; take a smaller dtype, batch or context"
+        f"the model does not fit: weights {weights / _GIB:.2f} GiB ({name}), cache {slots / _GIB:.2f} GiB "
+        f"(batch {batch_size}, {capacity} tokens) and prefill {prompts / _GIB:.2f} GiB need {needed / _GIB:.2f} GiB, "
+        f"{device} has {free / _GIB:.2f} GiB free; take {remedies.words(needed, free, capacity)}"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Remedies:
+    """What can make a model fit.
+
+    Args:
+      config, dtype, batch_size, device, bits: as in `check_fits`.
+      slot_bytes: bytes of a cache slot of a row, the drafter's included.
+      reach: slots that a round writes after the text.
+    """
+
+    config: LlamaConfig
+    dtype: DTypeLike
+    batch_size: int
+    slot_bytes: int
+    device: jax.Device
+    bits: int | None
+    reach: int = 0
+
+    def needed(self, capacity: int) -> int:
+        """Returns the bytes beside the weights that texts of any length up to `capacity` need."""
+        platform = self.device.platform
+        grown_from = buckets.before(capacity, platform)
+        prompts = prefill_bytes(self.config, self.dtype, self.batch_size, capacity, platform)
+        size = self.batch_size * self.slot_bytes
+        return size * capacity + max(size * grown_from, prompts)
+
+    def words(self, needed: int, free: int, capacity: int) -> str:
+        """Returns the options with which the weights and the rest, `needed` bytes, would fit `free` bytes."""
+        weights = needed_bytes(self.config, self.dtype, 1, 0, self.bits)[0]
+        found = []
+        if self.bits is None:
+            small = needed_bytes(self.config, self.dtype, 1, 0, bits=8)[0]
+            found += ["--weights int8"] if needed - weights + small <= free else []
+        if self.device.platform != "cpu":
+            parts = (2**n for n in range(1, 9) if self.config.num_heads % 2**n == 0)
+            found += [f"--mesh model={n} ({n} devices)" for n in parts if needed <= n * free][:1]
+        tiles = range(128, capacity, 128)
+        longest = 128 * bisect.bisect_right(tiles, free - weights, key=self.needed) - self.reach
+        found += [f"--max-model-len {longest}"] if longest > 0 else []
+        if self.batch_size > 1:
+            found.append("a smaller batch")
+        return ", or ".join(found) or "a smaller model"
 
 
 def check_head_fits(num_weights: int, dtype: DTypeLike, device: jax.Device) -> None:
@@ -137,14 +204,43 @@ def check_copy_fits(
         )
 
 
-def check_cache_fits(row_bytes: int, batch_size: int, capacity: int, device: jax.Device) -> None:
-    """Refuses a cache of `row_bytes` per row that does not fit beside a loaded model; see `check_fits`."""
+def check_cache_fits(
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    batch_size: int,
+    capacity: int,
+    device: jax.Device,
+    bits: int | None,
+    *,
+    row_bytes: int,
+    grown_from: int,
+    reach: int,
+) -> None:
+    """Refuses a cache that does not fit beside a loaded model while prompts are fed or while it grows.
+
+    Args:
+      config, dtype, batch_size, capacity, device, bits: as in `check_fits`.
+      row_bytes: bytes of the caches of one row, the drafter's included.
+      grown_from: the capacity from which the cache grows to this one, when both exist; 0 if it does not grow.
+      reach: slots that a round writes after the text.
+
+    Raises:
+      ValueError: the cache does not fit; one line with the sizes in GiB and the options with which it would fit.
+    """
     slots, free = batch_size * row_bytes, free_bytes(device)
-    if free is not None and slots > free:
-        raise ValueError(
-            f"the cache does not fit: {slots / _GIB:.2f} GiB (batch {batch_size}, {capacity} tokens), {device} has "
-            f"{free / _GIB:.2f} GiB free; take a smaller batch or fewer tokens"
-        )
+    prompts = prefill_bytes(config, dtype, batch_size, capacity, device.platform)
+    growth = slots * grown_from // capacity
+    more = max(prompts, growth)
+    if free is None or slots + more <= free:
+        return
+    use = f"to grow from {grown_from} tokens" if growth > prompts else "for the prefill"
+    weights = needed_bytes(config, dtype, 1, 0, bits)[0]
+    remedies = _Remedies(config, dtype, batch_size, row_bytes // capacity, device, bits, reach)
+    raise ValueError(
+        f"the cache does not fit: {slots / _GIB:.2f} GiB (batch {batch_size}, {capacity} tokens) and "
+        f"{more / _GIB:.2f} GiB {use}, {device} has {free / _GIB:.2f} GiB free; take "
+        f"{remedies.words(weights + slots + more, weights + free, capacity)}"
+    )
 
 
 def check_prefixes_fit(size: int, device: jax.Device) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxspec.model.quantisation import is_quantised
 from jaxspec.programs import buckets, memory
 from jaxspec.programs.compiled import Loop
 from jaxspec.protocol import Drafter, Weights
@@ -109,14 +110,25 @@ class Widths:
                 width = max(buckets.rows_below(width), least)
         return width
 
-    def check(self, count: int, capacity: int) -> None:
-        """Raises ValueError if the caches of `count` requests do not fit into memory, at most `most` at a time."""
+    def check(self, count: int, first: int, capacity: int) -> None:
+        """Raises ValueError if the caches of `count` requests do not fit into memory, at most `most` at a time.
+
+        Their capacity is `first` for the prompts, and `capacity` for whole texts.
+        """
         if self.loop.mesh is None:
             rows = self.of(min(self.most, count))
             # Refilled rows have a cache of their own until their prompts have been processed.
             rows += min(rows, count - rows)
             row_bytes = self.loop.row_bytes(self.params, self.drafter, capacity)
-            memory.check_cache_fits(row_bytes, rows, capacity, self._device)
+            target = self.params.target
+            leaves = jax.tree.leaves(target, is_leaf=is_quantised)
+            memory.check_cache_fits(
+                *(self.loop.config, target["embed"].dtype, rows, capacity, self._device),
+                next((leaf.bits for leaf in leaves if is_quantised(leaf)), None),
+                row_bytes=row_bytes,
+                grown_from=buckets.before(capacity, self.loop.platform) if first < capacity else 0,
+                reach=self.drafter.reach,
+            )
 
     @property
     def _device(self) -> jax.Device:

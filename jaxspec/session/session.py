@@ -160,7 +160,7 @@ class Session:
         longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
         capacity = self._feeding.capacity_for(longest + self._drafter.reach)
         dataclasses.replace(self._widths, most=min(self._widths.most, max_batch)).check(
-            len(requests), capacity
+            len(requests), self._feeding.capacity(requests), capacity
         )
 
     def warm_up(self, longest: int, continued: bool = False) -> None:

@@ -315,3 +315,72 @@ def test_attention_goes_by_blocks_where_all_scores_would_not_fit_a_processors_ca
         return made.memory_analysis().temp_size_in_bytes
 
     assert bytes_of(0) < 64 * 2 * 2048 * 4 < bytes_of(2**30)
+
+
+@pytest.mark.representatives("tpu-300-False", "gpu-None-True")
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_attention_on_an_accelerator_reads_only_the_blocks_that_a_query_sees(
+    monkeypatch, platform, window, tree
+):
+    """The last of three blocks overlaps the one before. Unread slots are not numbers: a weight of 0 would keep them."""
+
+    def chosen(*given, default, **others):
+        return others.get(platform, default)(*given)
+
+    slots, length, width, rng = 5 * kv.BLOCK, 9, 2 * kv.BLOCK, np.random.default_rng(3)
+    batch, kv_heads, group, hd = 2, 2, 3, 4
+    layer = [rng.standard_normal((batch * kv_heads, slots, hd)).astype(np.float32) for _ in range(2)]
+    queries = jnp.asarray(rng.standard_normal((batch, length, kv_heads, group, hd)), jnp.float32)
+    monkeypatch.setattr(kv, "SCORES_AT_ONCE", width * batch * length * kv_heads * group)
+    for ends in ((9, 200), (width, width + 1), (570, 600), (slots - 1, slots)):
+        positions = jnp.array(ends)[:, None] - length + jnp.arange(length)
+        seen = kv.visible(positions, jnp.arange(slots)[None, None], window)
+        mask = seen & (rng.random((batch, length, slots)) < 0.5) | (positions[..., None] == np.arange(slots))
+        mask = mask if tree else seen
+        expected = kv.attend_where(queries, layer, mask, merged=True)
+        first = 0 if window is None or tree else max(0, ends[0] - length - window + 1) // width * width
+        unread = np.r_[:first, min(-(-ends[1] // width) * width, slots) : slots]
+        given = [x.copy() for x in layer]
+        for x in given:
+            x[:, unread] = np.nan
+        with monkeypatch.context() as patch:
+            patch.setattr(jax.lax, "platform_dependent", chosen)
+            found = kv.attend(queries, given, positions, window, True, mask if tree else None)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_step_on_a_tpu_reads_as_many_slots_as_its_texts_have(monkeypatch, tree):
+    """The first 64 of 1,024 slots, the first 256, or all. Unread slots are not numbers."""
+    slots, rng = 8 * kv.BLOCK, np.random.default_rng(3)
+    layer = [rng.standard_normal((2, slots, 4)).astype(np.float32) for _ in range(2)]
+    queries = jnp.asarray(rng.standard_normal((2, 1, 1, 3, 4)), jnp.float32)
+    monkeypatch.setattr(kv, "SHORTEST", 64)
+    for live, read in ((1, 64), (64, 64), (65, 256), (256, 256), (257, 1024), (1024, 1024)):
+        positions = jnp.array([[0], [live - 1]])
+        seen = kv.visible(positions, jnp.arange(slots)[None, None], None)
+        expected = kv.attend_where(queries, layer, seen, merged=True)
+        given = [np.where(np.arange(slots)[:, None] < read, x, np.nan) for x in layer]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                jax.lax, "platform_dependent", lambda *given, tpu=None, default, **_: (tpu or default)(*given)
+            )
+            found = kv.attend(queries, given, positions, None, True, seen if tree else None)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_prompts_of_a_capacity_that_is_no_multiple_of_a_chunk():
+    """The last chunk then begins earlier: past the last slot it would overwrite others."""
+    config, params = CONFIGS["grouped"], _params("grouped")
+    texts, length = np.random.default_rng(3).integers(0, BASE.vocab_size, (2, 28)), np.array([27, 13])
+    run = jit(functools.partial(run_prompts, config, chunk_size=16))
+    cache = kv.create(config, 2, 28, jnp.float32)
+    last, similarities, _ = run(params, texts, length, cache)
+    for row in range(2):
+        alone = kv.create(config, 1, 32, jnp.float32)
+        padded = np.pad(texts[row : row + 1], ((0, 0), (0, 4)))
+        expected, same, _ = run(params, padded, length[row : row + 1], alone)
+        np.testing.assert_allclose(last[row], expected[0], atol=1e-5)
+        np.testing.assert_allclose(similarities[row], same[0], atol=1e-5)

@@ -31,10 +31,10 @@ LINES = {
     "loading": 490,
     "measuring": 6380,
     "methods": 1500,
-    "model": 1410,
-    "programs": 950,
+    "model": 1445,
+    "programs": 1018,
     "serving": 2290,
-    "session": 1170,
+    "session": 1180,
     "testing": 610,
     "texts": 680,
 }

@@ -127,6 +127,18 @@ def test_a_cache_that_does_not_fit_is_refused(lm, monkeypatch, method):
     assert lm.executables.num_compilations == compiled
 
 
+def test_a_cache_that_cannot_grow_is_refused(lm, monkeypatch):
+    """While a cache grows, the old one and the new one are in memory. A prompt that is as long needs only one."""
+    monkeypatch.setattr(buckets, "START_CAPACITY", 16)
+    needed, plain = 60, {"method": "autoregressive"}
+    monkeypatch.setattr(
+        memory, "free_bytes", lambda device: 1.1 * cache.size_bytes(lm.config, 1, 64, "float32")
+    )
+    with pytest.raises(ValueError, match=r"cache does not fit.*64 tokens.* to grow from 16 tokens"):
+        lm.generate([3, 4], max_new_tokens=needed - 2, **plain)
+    lm.generate([3] * (needed - 1), max_new_tokens=1, **plain)
+
+
 def test_a_failed_compilation_is_tried_again():
     """An interruption while compiling must not stay."""
     executables, fails = Executables(), [True]

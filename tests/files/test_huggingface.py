@@ -22,7 +22,6 @@ from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
 from jaxspec.model.sharding import with_copies
-from jaxspec.programs import memory
 from jaxspec.testing import reference
 
 MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
@@ -592,24 +591,6 @@ def test_written_files_open_with_the_safetensors_package(tmp_path):
     with pytest.raises(ValueError, match=r"a is float32\(2, 3\), expected float32\(3, 2\)"):
         tensors.write(tmp_path / "x", {"a": (3, 2)}, arrays.get, np.dtype(np.float32))
     assert_same(dict(tensors.read(tmp_path / "x")), arrays)
-
-
-def test_memory_check(monkeypatch):
-    config = dataclasses.replace(
-        BASE, vocab_size=2**17, hidden_size=2**12
-    )  # 2 × 2 GiB in float32, and a little
-    device = jax.devices("cpu")[0]
-    assert memory.free_bytes(device) > 0
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 5 * 2**30)
-    memory.check_fits(config, jnp.float32, 1, 2**20, device)
-    with pytest.raises(
-        ValueError, match=r"weights 4\.0.* cache 3\.00 GiB.*has 5\.00 GiB free; take a"
-    ) as error:
-        memory.check_fits(config, jnp.float32, 32, 2**20, device)
-    one_line(error)
-    memory.check_fits(config, jnp.bfloat16, 32, 2**20, device)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
-    memory.check_fits(config, jnp.float32, 2**20, 2**20, device)
 
 
 @pytest.mark.parametrize("name", ["stories260K", "llama2xs", "random_bf16"])
