@@ -1,11 +1,14 @@
-"""Chooses the options with which a program is compiled."""
+"""Chooses the options with which a program is compiled, and what else depends on the model of the device."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import Any
 
 import jax
 
+from jaxspec.model.numerics import SUMMED
 from jaxspec.model.quantisation import is_quantised
 
 # The limit of fast memory for one fusion, in KiB, and the chips on which the compiler estimates a gain: v5e and v5p.
@@ -27,6 +30,32 @@ def compiler_options(args: Any) -> dict[str, str] | None:
     leaves = jax.tree.leaves(args, is_leaf=is_quantised)
     if not any(map(is_quantised, leaves)):
         return None
+    return {"xla_tpu_scoped_vmem_limit_kib": str(_LIMIT_KIB)} if _device(args).device_kind in _CHIPS else None
+
+
+def products(args: Any) -> contextlib.AbstractContextManager[None]:
+    """Traces a program with these arguments, as of `compiler_options`, with the products that are fast on its device.
+
+    On a CUDA device without bfloat16 products, those of a few rows are `numerics.SUMMED`.
+    """
+    return SUMMED(not has_bfloat16(_device(args)))  # type: ignore[no-any-return]
+
+
+def has_bfloat16(device: jax.Device) -> bool:
+    """Returns whether a device multiplies bfloat16 numbers: every device but CUDA's below compute capability 8.0.
+
+    There XLA would write weights and caches as float32 in each step; float16 has hardware.
+
+    Examples:
+      >>> has_bfloat16(jax.devices("cpu")[0])
+      True
+    """
+    found = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    return found is None or int(found[1]) >= 8
+
+
+def _device(args: Any) -> jax.Device:
+    """Returns a device of these arguments, by default JAX's."""
     shardings = [one.sharding for one in jax.tree.leaves(args) if getattr(one, "sharding", None) is not None]
     (device, *_) = shardings[0].device_set if shardings else jax.devices()
-    return {"xla_tpu_scoped_vmem_limit_kib": str(_LIMIT_KIB)} if device.device_kind in _CHIPS else None
+    return device
