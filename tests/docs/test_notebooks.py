@@ -162,3 +162,31 @@ def test_a_live_output_is_replaced_in_place():
 def test_there_are_notebooks():
     """An empty folder would pass the tests above."""
     assert NOTEBOOKS
+
+
+@pytest.mark.parametrize(
+    ("answer", "extra"),
+    [
+        ("550.54.15, 7.5", "cuda12"),
+        ("580.65.06, 7.5", "cuda"),
+        ("580.65.06, 7.0", "cuda12"),
+        ("610.1, 10.0", "cuda"),
+        ("470.82.01, 7.5", None),
+    ],
+)
+def test_the_extra_that_is_installed_is_that_of_the_driver(answer, extra, monkeypatch):
+    """CUDA 13 needs a driver from 580 on and compute capability 7.5; CUDA 12 one from 525 on."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("subprocess.check_output", lambda *given, **options: f"{answer}\n{answer}\n")
+    monkeypatch.chdir(notebooks.FOLDER)
+    installed: list[str] = []
+    code = notebooks.install_cell(["train"]).replace(
+        '%pip install -q "{package}"', "installed.append(package)"
+    )
+    if extra is None:
+        with pytest.raises(RuntimeError, match="needs 525 or newer"):
+            exec(code, {"installed": installed})
+    else:
+        exec(code, {"installed": installed})
+        assert installed[0].endswith(f"[train,{extra}]")
