@@ -20,6 +20,7 @@ INSTALL = """\
 import importlib.util
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 REPOSITORY = "{repository}"  # elsewhere, as on Colab, set: "git+https://…", the address of a .zip, or a folder
@@ -38,7 +39,13 @@ if importlib.util.find_spec("jaxspec") is None:
         extras.append("cuda" if new else "cuda12")
     source, extra = str(REPOSITORY or Path("..").resolve()), f"[{{','.join(extras)}}]" if extras else ""
     package = f"jaxspec-decoding{{extra}} @ {{source}}" if "://" in source else f"{{source}}{{extra}}"
-    %pip install -q "{{package}}\""""
+    %pip install -q "{{package}}"
+    if "jax" in sys.modules:
+        raise RuntimeError("JAX was imported before; restart the session, then run from the top")
+if shutil.which("nvidia-smi"):  # in a process of its own, because a later cell may choose the devices
+    check = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    if subprocess.run(check, capture_output=True, text=True).stdout.strip() != "gpu":
+        raise RuntimeError("there is an NVIDIA GPU, and JAX does not see it; see docs/install.md")"""
 
 
 def install_cell(extras: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,12 +176,15 @@ def test_there_are_notebooks():
         ("470.82.01, 7.5", None),
     ],
 )
-def test_the_extra_that_is_installed_is_that_of_the_driver(answer, extra, monkeypatch):
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_the_extra_that_is_installed_is_that_of_the_driver(answer, extra, backend, monkeypatch):
     """CUDA 13 needs a driver from 580 on and compute capability 7.5; CUDA 12 one from 525 on."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr("subprocess.check_output", lambda *given, **options: f"{answer}\n{answer}\n")
     monkeypatch.chdir(notebooks.FOLDER)
+    monkeypatch.setattr("subprocess.run", lambda *given, **options: SimpleNamespace(stdout=f"{backend}\n"))
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
     installed: list[str] = []
     code = notebooks.install_cell(["train"]).replace(
         '%pip install -q "{package}"', "installed.append(package)"
@@ -188,5 +193,7 @@ def test_the_extra_that_is_installed_is_that_of_the_driver(answer, extra, monkey
         with pytest.raises(RuntimeError, match="needs 525 or newer"):
             exec(code, {"installed": installed})
     else:
-        exec(code, {"installed": installed})
+        unseen = pytest.raises(RuntimeError, match="JAX does not see it")
+        with contextlib.nullcontext() if backend == "gpu" else unseen:
+            exec(code, {"installed": installed})
         assert installed[0].endswith(f"[train,{extra}]")
