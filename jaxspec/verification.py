@@ -246,7 +246,7 @@ def _verified(
 def _run_narrowest(inputs: Inputs, run: Callable[[int, KVCache], Verified]) -> Verified:
     """Returns `run(width, cache)` for the smallest of `widths` that holds the longest draft."""
     drafter, proposal, aux_layers = inputs.drafter, inputs.proposal, inputs.drafter.aux_layers
-    length, dtype = drafter.num_draft_tokens + 1, inputs.params.target["embed"].dtype
+    length, dtype = drafter.num_draft_tokens + 1, llama.stream_of(inputs.params.target)
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.zeros((len(proposal.count), *shape), dtype)

@@ -19,6 +19,8 @@ INSTALL = """\
 # Installs jaxspec if it is missing: from REPOSITORY, or from the folder above (a clone, or an unpacked zip).
 import importlib.util
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 REPOSITORY = "{repository}"  # elsewhere, as on Colab, set: "git+https://…", the address of a .zip, or a folder
@@ -26,11 +28,24 @@ if importlib.util.find_spec("jaxspec") is None:
     if not REPOSITORY and not Path("../pyproject.toml").exists():
         raise RuntimeError("set REPOSITORY above to the source of jaxspec: a folder, or what pip can install")
     extras = [{extras}]
-    if importlib.util.find_spec("libtpu") or shutil.which("nvidia-smi"):
-        extras.append("tpu" if importlib.util.find_spec("libtpu") else "cuda")
+    if importlib.util.find_spec("libtpu"):
+        extras.append("tpu")
+    elif shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
+        driver, capability = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
+        if int(driver.split(".")[0]) < 525:
+            raise RuntimeError(f"the NVIDIA driver is {{driver}}; JAX needs 525 or newer, or a CPU runtime")
+        new = int(driver.split(".")[0]) >= 580 and float(capability) >= 7.5
+        extras.append("cuda" if new else "cuda12")
     source, extra = str(REPOSITORY or Path("..").resolve()), f"[{{','.join(extras)}}]" if extras else ""
     package = f"jaxspec-decoding{{extra}} @ {{source}}" if "://" in source else f"{{source}}{{extra}}"
-    %pip install -q "{{package}}\""""
+    %pip install -q "{{package}}"
+    if "jax" in sys.modules:
+        raise RuntimeError("JAX was imported before; restart the session, then run from the top")
+if shutil.which("nvidia-smi"):  # in a process of its own, because a later cell may choose the devices
+    check = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    if subprocess.run(check, capture_output=True, text=True).stdout.strip() != "gpu":
+        raise RuntimeError("there is an NVIDIA GPU, and JAX does not see it; see docs/install.md")"""
 
 
 def install_cell(extras: list[str]) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp16", "half"]
 Device = Literal["cpu", "gpu", "tpu"]
 Weights = Literal["int8"]
 
@@ -33,7 +33,8 @@ class Placement:
     """Where models run.
 
     Attributes:
-      dtype: of weights and cache. Default float32 on CPU, else bfloat16.
+      dtype: of weights and cache; fp16 and half are float16, bf16 is bfloat16. Default auto: float32 on CPU, float16 on
+        a GPU without bfloat16 (T4, V100), else bfloat16.
       device: Default: the fastest that JAX sees.
     """
 

@@ -218,7 +218,7 @@ def catch_up(
     request = Request(state.tokens, length, state.limit, state.eos_ids, state.keys)
     aux_drafter = aux_drafter_of(parts)
     if aux_drafter is None:
-        hidden = jnp.zeros((batch, config.hidden_size), params.target["embed"].dtype)
+        hidden = jnp.zeros((batch, config.hidden_size), llama.stream_of(params.target))
         fed = prompts.Prefilling(hidden, jnp.zeros((batch, config.num_layers, 2)), state.cache)
     else:
         fed = start_prefill(config, params, request, aux_drafter, merged=state.cache.merged)

@@ -188,7 +188,7 @@ class Choosing(Drafter):
         waiting = None
         if self.aux_layers:
             slots, width = (len(length), self._num_waiting), len(self.aux_layers) * self.config.hidden_size
-            nothing = jnp.zeros((*slots, width), params.target["embed"].dtype)
+            nothing = jnp.zeros((*slots, width), llama.stream_of(params.target))
             none = jnp.zeros(len(length), jnp.int32)
             waiting = Waiting(nothing, jnp.zeros(slots, jnp.int32), none, none)
         return None if all(one is None for one in own) else Held(own, waiting)

@@ -149,7 +149,7 @@ class CLaSp(MaskedChain):
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> jax.Array:
         """Returns zeros in place of the streams of a last token, [B, L + 1, D]."""
         shape = (len(length), self.config.num_layers + 1, self.config.hidden_size)
-        return jnp.zeros(shape, params.target["embed"].dtype)
+        return jnp.zeros(shape, llama.stream_of(params.target))
 
     def absorb(
         self,

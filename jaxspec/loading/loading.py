@@ -29,8 +29,11 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantisation import is_multiplied, quantised, sharding_of
 from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, put, spread_config
+from jaxspec.programs.compiler_options import has_bfloat16
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+# Other names of dtypes.
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 # The formats of quantised weights, and their bits.
 WEIGHTS = {"int8": 8}
 
@@ -68,17 +71,35 @@ def _published_model(name: str) -> Path:
 def resolve_placement(
     dtype: str | None, device: str | None, mesh: Mesh | None = None
 ) -> tuple[jax.Device, np.dtype]:
-    """Returns the device and dtype for these names; None means the default, see `load`.
+    """Returns the device and dtype for these names; None means the default, see `load`, and so does the dtype auto.
 
     Raises:
       ValueError: no such device or dtype.
     """
     here = jax.local_devices(backend=devices_of(device)[0].platform) if mesh is None else mesh.devices.flat
     place = here[0]
-    name = dtype or ("float32" if place.platform == "cpu" else "bfloat16")
-    if not isinstance(name, str) or name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}; give one of {', '.join(DTYPES)}")
-    return place, np.dtype(DTYPES[name])
+    return place, dtype_named(dtype, place)
+
+
+def dtype_named(name: str | None, device: jax.Device) -> np.dtype:
+    """Returns the dtype of a name; for None or auto, the one in which a device is fast.
+
+    That is float32 on a CPU, float16 on a CUDA device without bfloat16 products, and bfloat16 on other accelerators.
+
+    Raises:
+      ValueError: no such dtype.
+
+    Examples:
+      >>> print(dtype_named("auto", jax.devices("cpu")[0]), dtype_named("half", jax.devices("cpu")[0]))
+      float32 float16
+    """
+    if name is None or name == "auto":
+        usual = "bfloat16" if has_bfloat16(device) else "float16"
+        name = "float32" if device.platform == "cpu" else usual
+    if not isinstance(name, str) or (known := _SHORT.get(name, name)) not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; give one of auto, {', '.join((*DTYPES, *_SHORT))}")
+    found: np.dtype = np.dtype(DTYPES[known])
+    return found
 
 
 def resolve_weights(weights: str | None) -> int | None:

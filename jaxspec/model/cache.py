@@ -88,6 +88,10 @@ def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, me
     query that sees the slot then gets NaN through its score. For a query that does not see it, the weight 0 times a
     value of NaN would be NaN; with 0 it is 0. So a padded or rejected token cannot spoil a text.
     """
+    keys, values = (
+        keys.astype(layer[0].dtype),
+        values.astype(layer[1].dtype),
+    )  # may exceed the range of float16
     nan_or_zero = 0 * keys + 0 * values  # 0 or NaN
     keys, values = keys + nan_or_zero, jnp.where(nan_or_zero == 0, values, 0)
     return _put(layer[0], keys, start, merged), _put(layer[1], values, start, merged)
@@ -96,7 +100,7 @@ def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, me
 def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> jax.Array:
     """Returns the buffer with `new` [B, T, KV, hd] in slots start[b] … start[b] + T − 1 of row b."""
     batch, length, kv_heads, _ = new.shape
-    new = new.astype(buffer.dtype).swapaxes(1, 2)  # [B, KV, T, hd]
+    new = new.swapaxes(1, 2)  # [B, KV, T, hd]
     if merged and batch <= UNROLLED_ROWS:
         for row in range(batch):
             corner = (row * kv_heads, start[row], 0)
@@ -248,6 +252,7 @@ def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
 def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array) -> Sums:
     """Returns the unnormalised softmax over some slots; `seen` is as in `_masked_scores`."""
     keys, values = layer
+    q = q.astype(keys.dtype)
     scores = _masked_scores(q, keys, seen)
     # The maximum cancels out, so its gradient is zero.
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))

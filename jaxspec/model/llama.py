@@ -30,7 +30,7 @@ from jaxspec.model import rope
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once, run_if
-from jaxspec.model.numerics import kept_rounded, linear, rms_norm
+from jaxspec.model.numerics import kept_rounded, linear, rms_norm, stream_dtype
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import Quantised
 from jaxspec.model.tree import Tree
@@ -137,8 +137,13 @@ def truncate(params: Params, num_layers: int) -> Params:
     return {**params, "layers": params["layers"][:num_layers]}
 
 
+def stream_of(params: Params) -> DTypeLike:
+    """Returns the dtype of the residual stream of a model, see `numerics.stream_dtype`."""
+    return stream_dtype(params["embed"].dtype)
+
+
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
-    """Tokens int32[B, T] → residual stream [B, T, D]."""
+    """Tokens int32[B, T] → residual stream [B, T, D], in `stream_of` these parameters."""
     if tokens.size == 1:
         # XLA turns a gather of one row into a slice. A slice of a sharded table makes several GPUs gather the whole
         # table, and a TPU copy an int8 table into another layout. A gather of two rows avoids both.
@@ -149,10 +154,10 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     else:
         rows = _rows(params["embed"], tokens)
     if not isinstance(rows, Quantised):
-        embedded: jax.Array = rows
+        embedded: jax.Array = rows.astype(stream_of(params))
         return embedded
     # Else the product with the scale and the first sum of the residual stream would round once in some programs.
-    return kept_rounded(rows.whole(), rows.scale[..., None] < 0)
+    return kept_rounded(rows.whole(), rows.scale[..., None] < 0).astype(stream_of(params))
 
 
 def _rows(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quantised:

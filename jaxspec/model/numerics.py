@@ -23,6 +23,24 @@ TPU_ROWS = 8
 EXACT_ROWS, LANES = 8, 64
 # The most elements of a matrix for which one read per row is faster on a CPU than a call of the library.
 SMALL_WEIGHT = 2**18
+# Whether a product of at most `SUMMED_ROWS` rows on a CUDA device is `_summed`: a static setting of a trace, which
+# `programs.compiler_options.products` takes from the device.
+SUMMED = jax.make_user_context(False)
+SUMMED_ROWS = 9
+# The largest magnitude of a float16 operand of a product: half of float16's range.
+LARGEST_HALF = 2.0**15
+
+
+def stream_dtype(dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype of the residual stream, and of everything between products, for weights of a dtype.
+
+    It is float32 for float16, because residual streams of published models exceed float16's range of 65,504.
+
+    Examples:
+      >>> stream_dtype(jnp.bfloat16) == jnp.bfloat16, stream_dtype(jnp.float16) == jnp.float32
+      (True, True)
+    """
+    return jnp.float32 if dtype == jnp.float16 else dtype
 
 
 def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
@@ -44,6 +62,8 @@ def linear(
     x is rounded to int8 if the weight has `outliers`. If `exact`, the result of a row depends neither on the other rows
     nor on their number, on a CPU: XLA's kernel for two rows or more sums each row in the same order. With the weights
     on the left, as in `_few_rows`, the order depends on the number of rows, which is therefore fixed.
+
+    A float32 x is rounded to a float16 weight's dtype for the product, see `_rounded_product`.
     """
     out_dtype = out_dtype or x.dtype
     if isinstance(weight, Adapted):
@@ -54,7 +74,8 @@ def linear(
         else:
             # An unscaled result may exceed the range of float16.
             between = jnp.float32 if out_dtype == jnp.float16 else out_dtype
-            y = linear(x, weight.values().astype(x.dtype), out_dtype=between, exact=exact)
+            whole = weight.values().astype(jnp.float16 if weight.dtype == jnp.float16 else x.dtype)
+            y = linear(x, whole, out_dtype=between, exact=exact)
         scale = weight.scale.astype(y.dtype)
         scaled: jax.Array = (y * scale).astype(out_dtype)
         if exact:
@@ -65,9 +86,11 @@ def linear(
     special: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if rows == 1:
         special["tpu"] = functools.partial(_one_row, out_dtype=out_dtype)
-    if x.dtype == jnp.float32 and exact:
+    if rows <= SUMMED_ROWS and SUMMED.value:
+        special["cuda"] = functools.partial(_summed, out_dtype=out_dtype)
+    if x.dtype == weight.dtype == jnp.float32 and exact:
         special["cpu"] = _eight_rows
-    elif x.dtype == jnp.float32 and rows <= FEW_ROWS:
+    elif x.dtype == weight.dtype == jnp.float32 and rows <= FEW_ROWS:
         special["cpu"] = _few_rows
     elif x.dtype == weight.dtype == jnp.bfloat16:
         special["cpu"] = functools.partial(_bfloat16_product, out_dtype=out_dtype)
@@ -98,10 +121,33 @@ def _low_rank(x: jax.Array, weight: Adapted) -> jax.Array:
 
 
 def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    if x.dtype == jnp.float32 and weight.dtype == jnp.float16:
+        return _rounded_product(x, weight).astype(out_dtype)
     contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     return jax.lax.dot_general(
         x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=out_dtype
     )
+
+
+def _rounded_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns `_product` of float32 x [..., I] and a float16 weight [*O, I] as float32[..., *O], with float16 operands.
+
+    A row whose largest element exceeds `LARGEST_HALF` is divided before it is rounded, and its result is multiplied.
+    """
+    divisor = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LARGEST_HALF, 1)
+    y = _product((x / divisor).astype(jnp.float16), weight, jnp.float32)
+    return y * divisor.reshape(*x.shape[:-1], *[1] * (weight.ndim - 1))
+
+
+def _summed(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """Returns `_product` of a few rows [..., I] as sums over the weight [*O, I], in float32.
+
+    XLA makes one kernel of it, which reads the weight in its own dtype, also if the weight is converted from int8. For
+    the library's product on a CUDA device below compute capability 8.0, XLA would write many weights as float32 first.
+    """
+    wide = weight.astype(jnp.float32)
+    each = [jnp.sum(wide * row, axis=-1) for row in x.reshape(-1, x.shape[-1]).astype(jnp.float32)]
+    return jnp.stack(each).reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
 
 
 def _one_row(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:

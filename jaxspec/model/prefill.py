@@ -99,7 +99,7 @@ def start_prefill(
     `absorbed` is the drafter's initial state, see `absorb` of `feed`.
     """
     cache = dataclasses.replace(cache, rope_length=length)
-    last = jnp.zeros((length.shape[0], config.hidden_size), params["embed"].dtype)
+    last = jnp.zeros((length.shape[0], config.hidden_size), llama.stream_of(params))
     similarities = jnp.zeros((length.shape[0], config.num_layers, 2), jnp.float32)
     return Prefilling(
         last, similarities, cache, jnp.tile(last, len(aux_layers)) if aux_layers else None, absorbed

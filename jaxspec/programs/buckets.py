@@ -63,9 +63,9 @@ def rows_below(rows: int) -> int:
 def capacity_for(size: int, most: int, platform: str) -> int:
     """Returns the capacity for rows of `size` tokens: `START_CAPACITY`, four times that, and so on.
 
-    On an accelerator each later one is twice the one before, because attention reads most of the capacity there. On a CPU
-    attention follows the length of the text, so four times as many slots cost memory alone. The last capacity is that
-    of the longest text. One that is nearly as large is left out.
+    On an accelerator each later one is twice the one before, because attention reads most of the capacity there. On a
+    CPU attention follows the length of the text, so four times as many slots cost memory alone. The last capacity is
+    that of the longest text. One that is nearly as large is left out.
 
     Args:
       size: the slots that are needed.

@@ -1,18 +1,19 @@
-"""Chooses the options with which a program is compiled."""
+"""Chooses the options with which a program is compiled, and what else depends on the model of the device."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import Any
 
 import jax
 
+from jaxspec.model.numerics import SUMMED
 from jaxspec.model.quantisation import is_quantised
 
 # The limit of fast memory for one fusion, in KiB, and the chips on which the compiler estimates a gain: v5e and v5p.
 _LIMIT_KIB = 65536
 _CHIPS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p")
-
-
 # What a GPU starts as one graph, without the host: XLA's defaults in jaxlib 0.10, and the loops and branches of rounds.
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 
@@ -31,10 +32,37 @@ def compiler_options(args: Any) -> dict[str, str] | None:
     Args:
       args: a tree of arrays or `jax.ShapeDtypeStruct`s. Leaves without a sharding are on the default device.
     """
-    shardings = [one.sharding for one in jax.tree.leaves(args) if getattr(one, "sharding", None) is not None]
-    (device, *_) = shardings[0].device_set if shardings else jax.devices()
+    device = _device(args)
     if device.platform in ("gpu", "cuda"):
         return {"xla_gpu_enable_command_buffer": _COMMAND_BUFFER}
     quantised = any(map(is_quantised, jax.tree.leaves(args, is_leaf=is_quantised)))
     limit = {"xla_tpu_scoped_vmem_limit_kib": str(_LIMIT_KIB)}
     return limit if quantised and device.device_kind in _CHIPS else None
+
+
+def products(args: Any) -> contextlib.AbstractContextManager[None]:
+    """Traces a program with these arguments, as of `compiler_options`, with the products that are fast on its device.
+
+    On a CUDA device without bfloat16 products, those of a few rows are `numerics.SUMMED`.
+    """
+    return SUMMED(not has_bfloat16(_device(args)))  # type: ignore[no-any-return]
+
+
+def has_bfloat16(device: jax.Device) -> bool:
+    """Returns whether a device multiplies bfloat16 numbers: every device but CUDA's below compute capability 8.0.
+
+    There XLA would write weights and caches as float32 in each step; float16 has hardware.
+
+    Examples:
+      >>> has_bfloat16(jax.devices("cpu")[0])
+      True
+    """
+    found = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    return found is None or int(found[1]) >= 8
+
+
+def _device(args: Any) -> jax.Device:
+    """Returns a device of these arguments, by default JAX's."""
+    shardings = [one.sharding for one in jax.tree.leaves(args) if getattr(one, "sharding", None) is not None]
+    (device, *_) = shardings[0].device_set if shardings else jax.devices()
+    return device

@@ -23,7 +23,7 @@ from jaxspec.host.progress import Progress, duration
 from jaxspec.host.stages import stage
 from jaxspec.programs import background, compilation_cache, jax_settings, memory, stored_programs
 from jaxspec.programs.background import Worker
-from jaxspec.programs.compiler_options import compiler_options
+from jaxspec.programs.compiler_options import compiler_options, products
 from jaxspec.programs.stored_programs import Key
 
 _LOG = logging.getLogger(__name__)
@@ -381,7 +381,8 @@ def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
         return _Made(stored, loaded=True)
     began = time.perf_counter()
     with stage(f"compiling {function.__name__}"):
-        lowered = function.lower(*args, **static)
+        with products(args):
+            lowered = function.lower(*args, **static)
         background.go_on()
         with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
             program = lowered.compile(compiler_options=compiler_options(args))

@@ -42,3 +42,11 @@ def test_plain_decoding_on_several_gpus():
     assert found["collectives"]["all-reduce"] >= 2 * L
     assert found["collectives"]["all-gather"] == 1
     assert found["temporary_bytes_per_device"] < 2**20
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_t4_reads_weights_as_they_are(bits):
+    """Without bfloat16 products: no weight and no cache is written as float32."""
+    found = compiled("t4", "autoregressive", {}, bits, "wide", "float16")
+    assert found["weight_copies"] == found["cache_copies"] == found["dequantised_weights"] == 0
+    assert found["temporary_bytes_per_device"] < 2**23

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -163,3 +165,36 @@ def test_a_live_output_is_replaced_in_place():
 def test_there_are_notebooks():
     """An empty folder would pass the tests above."""
     assert NOTEBOOKS
+
+
+@pytest.mark.parametrize(
+    ("answer", "extra"),
+    [
+        ("550.54.15, 7.5", "cuda12"),
+        ("580.65.06, 7.5", "cuda"),
+        ("580.65.06, 7.0", "cuda12"),
+        ("610.1, 10.0", "cuda"),
+        ("470.82.01, 7.5", None),
+    ],
+)
+@pytest.mark.parametrize("backend", ["gpu", "cpu"])
+def test_the_extra_that_is_installed_is_that_of_the_driver(answer, extra, backend, monkeypatch):
+    """CUDA 13 needs a driver from 580 on and compute capability 7.5; CUDA 12 one from 525 on."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("subprocess.check_output", lambda *given, **options: f"{answer}\n{answer}\n")
+    monkeypatch.chdir(notebooks.FOLDER)
+    monkeypatch.setattr("subprocess.run", lambda *given, **options: SimpleNamespace(stdout=f"{backend}\n"))
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    installed: list[str] = []
+    code = notebooks.install_cell(["train"]).replace(
+        '%pip install -q "{package}"', "installed.append(package)"
+    )
+    if extra is None:
+        with pytest.raises(RuntimeError, match="needs 525 or newer"):
+            exec(code, {"installed": installed})
+    else:
+        unseen = pytest.raises(RuntimeError, match="JAX does not see it")
+        with contextlib.nullcontext() if backend == "gpu" else unseen:
+            exec(code, {"installed": installed})
+        assert installed[0].endswith(f"[train,{extra}]")

@@ -69,7 +69,7 @@ class Eagle(AuxTree):
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
         """Returns the empty state before prompts of length int32[B]."""
         batch, dtype = length.shape[0], params.drafter["fc"].dtype
-        hidden = jnp.zeros((batch, self.head.block.hidden_size), dtype)
+        hidden = jnp.zeros((batch, self.head.block.hidden_size), llama.stream_of(params.target))
         return Absorbed(own_cache(self.head.block, length, capacity, dtype, merged), hidden)
 
     def absorb(

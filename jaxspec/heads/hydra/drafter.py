@@ -58,7 +58,8 @@ class Hydra(AuxTree):
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
         """Returns the empty state before prompts of length int32[B]."""
         batch, dtype = length.shape[0], params.target["embed"].dtype
-        hidden, prefix = jnp.zeros((batch, self.head.width), dtype), self.head.prefix
+        hidden = jnp.zeros((batch, self.head.width), llama.stream_of(params.target))
+        prefix = self.head.prefix
         if prefix is None:
             return Absorbed(hidden, None)
         return Absorbed(hidden, own_cache(prefix, length, capacity, dtype, merged))

@@ -11,6 +11,7 @@ from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.medusa import network
 from jaxspec.heads.medusa.network import MedusaConfig
+from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.tree import Tree
@@ -45,7 +46,7 @@ class Medusa(ParallelChain, AuxTree):
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> jax.Array:
         """Returns the empty state [B, D] before prompts of length int32[B]."""
-        return jnp.zeros((length.shape[0], self.head.width), params.target["embed"].dtype)
+        return jnp.zeros((length.shape[0], self.head.width), llama.stream_of(params.target))
 
     def absorb(
         self,

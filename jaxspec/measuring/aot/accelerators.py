@@ -23,7 +23,7 @@ class Accelerator:
       name: the name in a topology.
       memory_bytes: main memory per chip, bytes.
       bandwidth: bandwidth of the main memory, bytes per second.
-      flops: peak bfloat16 operations per second.
+      flops: peak operations per second in `dtype`.
       source: the address of the published figures.
       axes: number of axes of its topologies; 0 for GPUs, whose topologies have only a number of chips.
       target: the compiler's name of the chip, if it differs from `name`.
@@ -50,6 +50,11 @@ class Accelerator:
     def clock(self) -> float:
         """Returns a TPU's clock in Hz, as its published peak and its matrix units imply."""
         return self.flops / self.cycle_flops
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of 16 bits for which it has hardware."""
+        return "float16" if self.is_gpu and PROCESSORS[self.name].capability < (8, 0) else "bfloat16"
 
     @property
     def is_gpu(self) -> bool:
@@ -113,6 +118,8 @@ ACCELERATORS = _TPUS | {
             ("h200", 141 * 10**9, 4800e9, 989e12, "NVIDIA H200"),
             ("a100", 80 * 10**9, 2039e9, 312e12, "NVIDIA A100-SXM4-80GB"),
             ("l4", 24 * 10**9, 300e9, 121e12, "NVIDIA L4"),
+            ("v100", 16 * 10**9, 900e9, 125e12, "Tesla V100-SXM2-16GB"),
+            ("t4", 16 * 10**9, 320e9, 65e12, "Tesla T4"),
         )
     )
 }

@@ -23,7 +23,7 @@ class Processor:
       multiprocessors: number enabled in the module (the full chip has more).
       cores: float32 cores per multiprocessor.
       threads: maximum number of resident threads per multiprocessor.
-      shared_kib: shared memory per multiprocessor, KiB; a block can use 1 KiB less.
+      shared_kib: shared memory per multiprocessor, KiB; a block can use 1 KiB less, below capability 8.0 all of it.
       l2_mib: level-2 cache, MiB.
       clock_ghz: maximum ("boost") clock, GHz.
       sources: addresses of the published figures; the first lists those that follow from the capability alone.
@@ -59,7 +59,7 @@ class Processor:
             "threads_per_core_limit": self.threads,
             "shared_memory_per_block": 48 * 2**10,
             "shared_memory_per_core": shared,
-            "shared_memory_per_block_optin": shared - 2**10,
+            "shared_memory_per_block_optin": shared - (2**10 if self.capability >= (8, 0) else 0),
             "l2_cache_size": self.l2_mib * 2**20,
             "clock_rate_ghz": self.clock_ghz,
             "device_memory_size": memory_bytes,
@@ -88,7 +88,7 @@ def _version(numbers: tuple[int, int, int]) -> str:
     )
 
 
-# Limits common to all capabilities from 8.0 to 9.0.
+# Limits common to all capabilities from 7.0 to 9.0.
 _EVERY_GPU = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
@@ -103,6 +103,11 @@ _HOPPER = "https://developer.nvidia.com/blog/nvidia-hopper-architecture-in-depth
 _AMPERE = (
     "https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
 )
+_VOLTA = "https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf"
+_TURING = (
+    "https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/turing-architecture/"
+    "NVIDIA-Turing-Architecture-Whitepaper.pdf"
+)
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 PROCESSORS = {
     "h100": Processor((9, 0), 132, 128, 2048, 228, 50, 1.98, (_GUIDE, _HOPPER)),
@@ -110,4 +115,6 @@ PROCESSORS = {
     "h200": Processor((9, 0), 132, 128, 2048, 228, 50, 1.98, (_GUIDE, _HOPPER)),
     "a100": Processor((8, 0), 108, 64, 2048, 164, 40, 1.41, (_GUIDE, _AMPERE)),
     "l4": Processor((8, 9), 58, 128, 1536, 100, 48, 2.04, (_GUIDE, _ADA)),
+    "v100": Processor((7, 0), 80, 64, 2048, 96, 6, 1.53, (_GUIDE, _VOLTA)),
+    "t4": Processor((7, 5), 40, 64, 1024, 64, 4, 1.59, (_GUIDE, _TURING)),
 }

@@ -33,7 +33,7 @@ from jaxspec.model.quantisation import is_quantised, shardings_for
 from jaxspec.model.sharding import param_shardings, state_shardings
 from jaxspec.programs import compiled
 from jaxspec.programs.buckets import bucket
-from jaxspec.programs.compiler_options import compiler_options
+from jaxspec.programs.compiler_options import compiler_options, products
 from jaxspec.protocol import Drafter, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 from jaxspec.texts.requests import RowRequest
@@ -154,14 +154,16 @@ class Programs:
 
     def prefill(self) -> Any:
         """Returns the lowered prefill (`jax.stages.Lowered`)."""
-        return compiled.prefill.lower(self.weights, self.parts, self.request, **self.static)
+        with products(self.weights):
+            return compiled.prefill.lower(self.weights, self.parts, self.request, **self.static)
 
     def rounds(self) -> Any:
         """Returns the lowered loop of rounds (`jax.stages.Lowered`)."""
         batch = self.request.length.shape[0]
         limits = self.place.put((jnp.int32(0), jnp.zeros(batch, bool)))
         static = compiled.rounds_static(self.config, self.parts.drafter, self.static["mesh"])
-        return compiled.run_rounds.lower(self.weights, self.parts, self.state, *limits, **static)
+        with products(self.weights):
+            return compiled.run_rounds.lower(self.weights, self.parts, self.state, *limits, **static)
 
     def cache_shapes(self) -> set[tuple[int, ...]]:
         """Returns the shapes of one device's part of the keys and values of every cache."""

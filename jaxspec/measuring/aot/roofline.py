@@ -20,7 +20,7 @@ from jaxspec.model.config import LlamaConfig
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 33, 65)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LIVE = 512
-# Bytes of a bfloat16 number.
+# Bytes of a number.
 _BYTES = 2
 # Returns the costs of a device's steps for a shape and its name; None if there are none.
 Steps = Callable[[Accelerator, LlamaConfig, str], StepCosts | None]
@@ -50,7 +50,7 @@ def roofline(
     launch_us: float | None = None,
     steps_ms: Mapping[int, tuple[float, float]] | None = None,
 ) -> StepCosts:
-    """Returns the roofline costs of a model's steps in bfloat16 on one device.
+    """Returns the roofline costs of a model's steps in 16 bits (`Accelerator.dtype`) on one device.
 
     Args:
       accelerator: the device.
@@ -90,7 +90,7 @@ def roofline(
     return StepCosts(
         device=accelerator.name,
         model=name,
-        dtype="bfloat16",
+        dtype=accelerator.dtype,
         num_layers=config.num_layers,
         live=LIVE,
         full_ms=tuple(

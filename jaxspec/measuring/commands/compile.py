@@ -30,7 +30,7 @@ class Compile:
 
     Attributes:
       topology: type and number of chips: v5e:1x1, v5e:2x2, v6e:2x4, v5p:2x2x1 and so on; or up to 8 GPUs of type
-        h100, h200, a100 or l4, such as h100:4.
+        h100, h200, a100, l4, v100 or t4, such as h100:4.
       shape: a common shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b; --draft takes these names too.
       model: a directory, .gguf file or hub id whose config gives the shape, or the name of a model that comes with
         jaxspec.
@@ -39,7 +39,7 @@ class Compile:
       method: as in `jaxspec generate`.
       batch: rows decoded together.
       capacity: the maximum length of a row in tokens; rounded up to a power of two.
-      dtype: dtype of weights and cache.
+      dtype: dtype of weights and cache. Default auto: float16 for v100 and t4, else bfloat16.
       weights: int8 for int8 matrices with one scale per output channel, also in a draft model. Products convert them
         to dtype; whole weights that the compiler converts are counted, and there should be none. Only a CPU rounds
         activations to int8 too. Default: weights of dtype.
@@ -55,7 +55,7 @@ class Compile:
     method: str = dataclasses.field(default="autoregressive", metadata={"metavar": "NAME"})
     batch: int = 1
     capacity: int = 1024
-    dtype: Dtype = "bfloat16"
+    dtype: Dtype = "auto"
     weights: Weights | None = None
     prefill: bool = True
     hlo: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
@@ -71,12 +71,13 @@ class Compile:
         hlo = None if self.hlo is None else writable(self.hlo, "hlo")
         compile_only()
         with Progress() as progress:
-            from jaxspec.loading.loading import DTYPES, resolve_weights
+            from jaxspec.loading.loading import dtype_named, resolve_weights
             from jaxspec.measuring.aot.programs import Place, devices, make
             from jaxspec.measuring.aot.report import build, report
             from jaxspec.measuring.aot.stand_ins import model_shape
 
             place = Place.of(devices(topology), axes)
+            dtype = dtype_named(self.dtype, place.devices[0])
             target = model_shape(self.model, self.shape)
             target = dataclasses.replace(target, bits=resolve_weights(self.weights))
             programs = make(
@@ -85,7 +86,7 @@ class Compile:
                 place,
                 batch=self.batch,
                 capacity=self.capacity,
-                dtype=DTYPES[self.dtype],
+                dtype=dtype,
                 distribution=self.sampling.numbers(),
             )
             progress("compiling the rounds")
@@ -104,7 +105,7 @@ class Compile:
             "method": str(method),
             "batch": self.batch,
             "capacity": programs.request.tokens.shape[1],
-            "dtype": self.dtype,
+            "dtype": dtype.name,
             "weights": self.weights,
             **found,
         }

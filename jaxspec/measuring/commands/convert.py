@@ -31,7 +31,7 @@ class Convert:
       dst: the directory to write, created if missing. It must not contain a model.
       to: the layout to write. huggingface: config.json and safetensors, for `--model` and transformers.
         orbax: config.json and an Orbax directory `params`.
-      dtype: dtype of the new weights. Default: that of the source; float32 for quantised weights.
+      dtype: dtype of the new weights. Default auto: that of the source; float32 for quantised weights.
       int8: print how much the loss on a short text increases with --weights int8 (`jaxspec generate`), and the
         agreement of greedy choices. It takes memory for the model in float32 and in int8.
     """
@@ -96,14 +96,14 @@ def _check_destination(directory: Path) -> None:
 def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:
     """Loads a model of any layout into host memory."""
     import jax
-    import numpy as np
 
     from jaxspec.io import checkpoint
     from jaxspec.io.hf import huggingface
-    from jaxspec.loading.loading import devices_of
+    from jaxspec.loading.loading import devices_of, dtype_named
 
-    wanted = None if dtype is None else np.dtype(dtype)
-    with jax.default_device(devices_of("cpu")[0]):
+    cpu = devices_of("cpu")[0]
+    wanted = None if dtype in (None, "auto") else dtype_named(dtype, cpu)
+    with jax.default_device(cpu):
         if huggingface.is_orbax(source):
             from jaxspec.io import orbax
 

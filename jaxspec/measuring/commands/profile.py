@@ -30,8 +30,8 @@ class Profile:
         measured once per device, shape and dtype, and kept in the user's cache.
       fresh: with --costs, measure again.
       device_model: predict speed-ups for --shape from the published figures of a device instead: h100, h200, a100, l4,
-        v5e, v5p or v6e. Nothing is measured. For a TPU whose compiler is installed, the costs of steps are the
-        compiler's cycles; compiling them takes a minute the first time.
+        v100, t4, v5e, v5p or v6e. Nothing is measured. For a TPU whose compiler is installed, the costs of steps are
+        the compiler's cycles; compiling them takes a minute the first time.
       batch: the number of texts for which speed-ups are predicted. Default 1.
       launch_us: with --device-model, microseconds to start one operation; replaces the compiler's cycles. Default:
         the device's.
