@@ -28,7 +28,7 @@ LINES = {
     "heads": 2390,
     "host": 680,
     "io": 3450,
-    "loading": 490,
+    "loading": 491,
     "measuring": 6390,
     "methods": 1500,
     "model": 1468,
