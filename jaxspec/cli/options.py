@@ -33,12 +33,12 @@ class Placement:
     """Where models run.
 
     Attributes:
-      dtype: of weights and cache; fp16 and half are float16, bf16 is bfloat16. Default auto: float32 on CPU, float16 on
-        a GPU without bfloat16 (T4, V100), else bfloat16.
+      dtype: of weights and cache: float32, bfloat16 (or bf16), float16 (or fp16, half), or auto, the default: float32
+        on CPU, float16 on a GPU without bfloat16 (T4, V100), else bfloat16.
       device: Default: the fastest that JAX sees.
     """
 
-    dtype: Dtype | None = None
+    dtype: Dtype | None = dataclasses.field(default=None, metadata={"metavar": "NAME"})
     device: Device | None = None
 
 
