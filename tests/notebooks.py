@@ -21,7 +21,16 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+from os import environ
 from pathlib import Path
+
+
+def gpu(field):  # of the first NVIDIA GPU; "" if there is none, or if JAX_PLATFORMS chooses the devices
+    if environ.get("JAX_PLATFORMS") or not shutil.which("nvidia-smi"):
+        return ""
+    query = ["nvidia-smi", f"--query-gpu={{field}}", "--format=csv,noheader"]
+    return next(iter(subprocess.run(query, capture_output=True, text=True).stdout.splitlines()), "")
+
 
 REPOSITORY = "{repository}"  # elsewhere, as on Colab, set: "git+https://…", the address of a .zip, or a folder
 if importlib.util.find_spec("jaxspec") is None:
@@ -30,22 +39,22 @@ if importlib.util.find_spec("jaxspec") is None:
     extras = [{extras}]
     if importlib.util.find_spec("libtpu"):
         extras.append("tpu")
-    elif shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
-        driver, capability = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
-        if int(driver.split(".")[0]) < 525:
-            raise RuntimeError(f"the NVIDIA driver is {{driver}}; JAX needs 525 or newer, or a CPU runtime")
-        new = int(driver.split(".")[0]) >= 580 and float(capability) >= 7.5
+    elif (driver := gpu("driver_version").partition(".")[0]).isdigit():
+        if int(driver) < 525:
+            raise RuntimeError(f"NVIDIA driver {{driver}}; update it to 525 or newer, or set JAX_PLATFORMS=cpu")
+        major, _, minor = gpu("compute_cap").partition(".")
+        new = int(driver) >= 580 and major.isdigit() and (int(major), int(minor or 0)) >= (7, 5)
         extras.append("cuda" if new else "cuda12")
     source, extra = str(REPOSITORY or Path("..").resolve()), f"[{{','.join(extras)}}]" if extras else ""
     package = f"jaxspec-decoding{{extra}} @ {{source}}" if "://" in source else f"{{source}}{{extra}}"
     %pip install -q "{{package}}"
     if "jax" in sys.modules:
         raise RuntimeError("JAX was imported before; restart the session, then run from the top")
-if shutil.which("nvidia-smi"):  # in a process of its own, because a later cell may choose the devices
+# In a process of its own, because a later cell may choose the devices.
+if gpu("driver_version")[:1].isdigit():
     check = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
     if subprocess.run(check, capture_output=True, text=True).stdout.strip() != "gpu":
-        raise RuntimeError("there is an NVIDIA GPU, and JAX does not see it; see docs/install.md")"""
+        raise RuntimeError("JAX does not see the NVIDIA GPU; read docs/install.md, or set JAX_PLATFORMS=cpu")"""
 
 
 def install_cell(extras: list[str]) -> str:

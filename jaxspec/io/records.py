@@ -18,20 +18,21 @@ def record(kind: type[T], content: Any, where: str) -> T:
 
     Args:
       kind: a dataclass of whole numbers, finite numbers, texts and tuples of these.
-      content: the JSON value, an object with each field of `kind`, and perhaps others.
+      content: the JSON value, an object with each field of `kind` that has no default, and perhaps others.
       where: its origin, for the message.
 
     Raises:
       ValueError: a field is missing or has another type, or `kind` refuses a value; one line.
     """
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(typing.cast(Any, kind))]
+    fields = {field.name: field.default for field in dataclasses.fields(typing.cast(Any, kind))}
+    names = [name for name, default in fields.items() if default is dataclasses.MISSING]
     if not isinstance(content, dict):
         raise ValueError(f"{where} is {shown(content)}; expected an object with {', '.join(names)}")
     if missing := [name for name in names if name not in content]:
         raise ValueError(f"{where} has no `{missing[0]}`; expected an object with {', '.join(names)}")
     values = {}
-    for name in names:
+    for name in [name for name in fields if name in content]:
         try:
             values[name] = _value(content[name], hints[name])
         except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from typing import Any
 
@@ -21,8 +22,8 @@ _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION
 def compiler_options(args: Any) -> dict[str, str] | None:
     """Returns the compiler options for a program with these arguments; None for the compiler's defaults.
 
-    On an NVIDIA GPU, loops and branches are part of a command buffer, a graph of kernels that starts as a whole
-    (docs/laboratory.md).
+    On a GPU, loops and branches are part of a command buffer, a graph of kernels that starts as a whole
+    (docs/laboratory.md), unless XLA_FLAGS says otherwise.
 
     On a TPU, a product converts an int8 weight to bfloat16 in fast memory, and the default limit allows only small
     parts of the weight at a time. The compiler estimates fewer cycles with a higher limit. It estimates more cycles for
@@ -34,7 +35,8 @@ def compiler_options(args: Any) -> dict[str, str] | None:
     """
     device = _device(args)
     if device.platform in ("gpu", "cuda"):
-        return {"xla_gpu_enable_command_buffer": _COMMAND_BUFFER}
+        name = "xla_gpu_enable_command_buffer"
+        return None if name in os.environ.get("XLA_FLAGS", "") else {name: _COMMAND_BUFFER}
     quantised = any(map(is_quantised, jax.tree.leaves(args, is_leaf=is_quantised)))
     limit = {"xla_tpu_scoped_vmem_limit_kib": str(_LIMIT_KIB)}
     return limit if quantised and device.device_kind in _CHIPS else None

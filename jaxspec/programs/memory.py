@@ -175,7 +175,8 @@ class _Remedies:
             found += [f"--mesh model={n} ({n} devices)" for n in parts if needed <= n * free][:1]
         tiles = range(128, capacity, 128)
         longest = 128 * bisect.bisect_right(tiles, free - weights, key=self.needed) - self.reach
-        found += [f"--max-model-len {longest}"] if longest > 0 else []
+        # A cache has at least `START_CAPACITY` slots.
+        found += [f"--max-model-len {longest}"] if longest >= buckets.START_CAPACITY else []
         if self.batch_size > 1:
             found.append("a smaller batch")
         return ", or ".join(found) or "a smaller model"

@@ -178,9 +178,12 @@ class Session:
         calls = [*self._feeding.calls(example, batches, longest, self._elastic, continued)]
         # A second thread compiles half of the long ones, and then half of the short ones, at the same time.
         calls.sort(key=lambda call: call[0] is not compiled.run_rounds)
+        for number in range(0, len(calls), 2):
+            for following in calls[number + 1 : number + 2]:
+                self._feeding.prepare(following)
+            function, args, static = calls[number]
+            self._executables.compiled(function, *args, **static)
         for function, args, static in calls[1::2]:
-            self._executables.prepare(function, *args, **static)
-        for function, args, static in calls:
             self._executables.compiled(function, *args, **static)
 
     def halt(self, index: int) -> None:

@@ -230,7 +230,7 @@ class Result:
             return None
         return (
             f"the model's logits after {len(self.tokens)} tokens of output are not finite; its weights or its "
-            "config are damaged, or float16 overflows (then use float32 or bfloat16)"
+            "config are damaged, or float16 overflows (then use float32, or bfloat16 where the device has it)"
         )
 
     @property

@@ -34,7 +34,7 @@ LINES = {
     "model": 1468,
     "programs": 1032,
     "serving": 2290,
-    "session": 1180,
+    "session": 1182,
     "testing": 610,
     "texts": 680,
 }

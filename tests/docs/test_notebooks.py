@@ -175,6 +175,7 @@ def test_there_are_notebooks():
         ("580.65.06, 7.0", "cuda12"),
         ("610.1, 10.0", "cuda"),
         ("470.82.01, 7.5", None),
+        ("570.1, [N/A]", "cuda12"),
     ],
 )
 @pytest.mark.parametrize("backend", ["gpu", "cpu"])
@@ -182,19 +183,42 @@ def test_the_extra_that_is_installed_is_that_of_the_driver(answer, extra, backen
     """CUDA 13 needs a driver from 580 on and compute capability 7.5; CUDA 12 one from 525 on."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr("subprocess.check_output", lambda *given, **options: f"{answer}\n{answer}\n")
     monkeypatch.chdir(notebooks.FOLDER)
-    monkeypatch.setattr("subprocess.run", lambda *given, **options: SimpleNamespace(stdout=f"{backend}\n"))
+    answers = dict(zip(("driver_version", "compute_cap"), answer.split(", "), strict=True))
+
+    def run(command, **options):
+        of_cards = [f"{one}\n{one}\n" for field, one in answers.items() if field in command[1]]
+        return SimpleNamespace(stdout=of_cards[0] if of_cards else f"{backend}\n")
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     installed: list[str] = []
     code = notebooks.install_cell(["train"]).replace(
         '%pip install -q "{package}"', "installed.append(package)"
     )
     if extra is None:
-        with pytest.raises(RuntimeError, match="needs 525 or newer"):
+        with pytest.raises(RuntimeError, match="update it to 525 or newer"):
             exec(code, {"installed": installed})
     else:
-        unseen = pytest.raises(RuntimeError, match="JAX does not see it")
+        unseen = pytest.raises(RuntimeError, match="JAX does not see the NVIDIA GPU")
         with contextlib.nullcontext() if backend == "gpu" else unseen:
             exec(code, {"installed": installed})
         assert installed[0].endswith(f"[train,{extra}]")
+
+
+@pytest.mark.parametrize(
+    ("platforms", "stdout"), [("cpu", "580.1\n"), ("", ""), ("", "NVIDIA-SMI has failed\n")]
+)
+def test_without_a_gpu_to_use_nothing_of_cuda_is_installed(platforms, stdout, monkeypatch):
+    """Because JAX_PLATFORMS chooses another device, or because nvidia-smi finds no driver."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("subprocess.run", lambda *given, **options: SimpleNamespace(stdout=stdout))
+    monkeypatch.chdir(notebooks.FOLDER)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    installed: list[str] = []
+    code = notebooks.install_cell([]).replace('%pip install -q "{package}"', "installed.append(package)")
+    exec(code, {"installed": installed})
+    assert not installed[0].endswith("]")

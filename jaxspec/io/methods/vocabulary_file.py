@@ -93,7 +93,7 @@ def read_vocabulary(path: str | os.PathLike[str], model: str | None, vocab_size:
             f"{path} ranks a vocabulary of {shown(content.get('vocab_size'))} tokens, the model has {vocab_size}; "
             f"make one with `{_COMMAND}`"
         )
-    ranking = record(Ranking, content | {"source": os.fspath(path)}, str(path))
+    ranking = dataclasses.replace(record(Ranking, content, str(path)), source=os.fspath(path))
     every = [*ranking.always, *ranking.ids]
     wrong = [one for one in every if not 0 <= one < vocab_size]
     if not every or wrong or len(set(every)) < len(every):
