@@ -1,4 +1,4 @@
-"""Chooses the options with which a program is compiled, and what else depends on the model of the device."""
+"""Chooses compiler options, the default dtype and the kind of products by the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jaxspec.model.quantisation import is_quantised
 # The limit of fast memory for one fusion, in KiB, and the chips on which the compiler estimates a gain: v5e and v5p.
 _LIMIT_KIB = 65536
 _CHIPS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p")
-# What a GPU starts as one graph, without the host: XLA's defaults in jaxlib 0.10, and the loops and branches of rounds.
+# The operations that a GPU starts as one graph, without the host: the defaults of XLA in jaxlib 0.10, and the loops and
+# branches of rounds.
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 
 
@@ -43,9 +44,12 @@ def compiler_options(args: Any) -> dict[str, str] | None:
 
 
 def products(args: Any) -> contextlib.AbstractContextManager[None]:
-    """Traces a program with these arguments, as of `compiler_options`, with the products that are fast on its device.
+    """Returns the context in which a program is traced, which sets `numerics.SUMMED`.
 
-    On a CUDA device without bfloat16 products, those of a few rows are `numerics.SUMMED`.
+    It is true for a CUDA device without bfloat16 products. There a sum is faster than a product of a few rows.
+
+    Args:
+      args: the arguments of the program, as in `compiler_options`.
     """
     return SUMMED(not has_bfloat16(_device(args)))  # type: ignore[no-any-return]
 

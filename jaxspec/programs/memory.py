@@ -139,7 +139,7 @@ def check_fits(
 
 @dataclasses.dataclass(frozen=True)
 class _Remedies:
-    """What can make a model fit.
+    """Finds the options with which a refused model or cache would fit.
 
     Args:
       config, dtype, batch_size, device, bits: as in `check_fits`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -178,10 +179,9 @@ class Session:
         calls = [*self._feeding.calls(example, batches, longest, self._elastic, continued)]
         # A second thread compiles half of the long ones, and then half of the short ones, at the same time.
         calls.sort(key=lambda call: call[0] is not compiled.run_rounds)
-        for number in range(0, len(calls), 2):
-            for following in calls[number + 1 : number + 2]:
-                self._feeding.prepare(following)
-            function, args, static = calls[number]
+        for (function, args, static), other in itertools.zip_longest(calls[::2], calls[1::2]):
+            if other is not None:
+                self._feeding.prepare(other)
             self._executables.compiled(function, *args, **static)
         for function, args, static in calls[1::2]:
             self._executables.compiled(function, *args, **static)

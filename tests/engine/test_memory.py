@@ -1,4 +1,4 @@
-"""What a model needs in memory before anything is computed, and what a refusal names."""
+"""The memory check counts weights, caches and the prefill; a refusal names the options that would fit."""
 
 from __future__ import annotations
 
