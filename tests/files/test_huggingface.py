@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.host import files
+from jaxspec.host.messages import brief_errors
 from jaxspec.io import tensors
 from jaxspec.io.embedded import EMBEDDED, embedded_model, embedded_names
 from jaxspec.io.hf import config_json, huggingface
@@ -433,6 +434,39 @@ def test_hub_ids(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"owner/gone.*no route") as error:
         huggingface.resolve("owner/gone")
     one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "offline", "remedy"),
+    [
+        (
+            "GatedRepoError",
+            False,
+            r"accept the licence at https://\S+/owner/model, then run `hf auth login`$",
+        ),
+        ("RepositoryNotFoundError", False, r"private or does not exist; check it, or run `hf auth login`$"),
+        (
+            "LocalEntryNotFoundError",
+            False,
+            r"no connection \(no route\), and it is not in the cache; .*online$",
+        ),
+        ("LocalEntryNotFoundError", True, r"HF_HUB_OFFLINE is set, and it is not in the cache; .*online$"),
+        ("RemoteEntryNotFoundError", False, r"there is no such file; https://\S+/owner/model/tree/main has"),
+    ],
+)
+def test_an_error_of_the_hub_says_what_to_do(monkeypatch, kind, offline, remedy):
+    """In a whole line: no part of it is left out."""
+    from huggingface_hub import constants, errors
+
+    cls = getattr(errors, kind)
+    error = cls.__new__(cls)  # some need the response of a server
+    error.args = ("Got: no route\nPlease check your connection",)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    hub = huggingface.on_hub("owner/model:file.gguf")
+    with pytest.raises(FileNotFoundError, match=remedy) as caught, brief_errors(), hub:
+        raise error
+    one_line(caught)
+    assert "…" not in str(caught.value)
 
 
 def _saved(directory: Path) -> dict[str, np.ndarray]:

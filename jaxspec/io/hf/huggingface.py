@@ -109,23 +109,18 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 
     with on_hub(text):
         # A model that is not supported is refused before its weights are fetched.
-        found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["config.json"]))
+        fetch = functools.partial(huggingface_hub.snapshot_download, text)
+        found = Path(fetch(allow_patterns=["config.json"]))
         if (found / "config.json").is_file():
             read_config(found)
-            found = Path(
-                huggingface_hub.snapshot_download(text, allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT)
-            )
+            found = Path(fetch(allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT))
         files = [] if any(found.glob("*.safetensors")) else _gguf_files(text)
         if len(files) > 1:
-            raise ValueError(
-                f"the hub has {len(files)} GGUF files of it; give one, such as {text}:{files[0]}"
-            )
+            raise ValueError(f"it has {len(files)} GGUF files; give one, such as {text}:{files[0]}")
         if files:
             return Path(huggingface_hub.hf_hub_download(text, files[0]))
         if not (found / "config.json").is_file():
-            refuse_adapter(
-                Path(huggingface_hub.snapshot_download(text, allow_patterns=["adapter_config.json"]))
-            )
+            refuse_adapter(Path(fetch(allow_patterns=["adapter_config.json"])))
         read_config(found)
         return found
 
@@ -147,10 +142,9 @@ def _gguf_files(repository: str) -> list[str]:
     import huggingface_hub
 
     try:
-        files = huggingface_hub.list_repo_files(repository)
+        return sorted(one for one in huggingface_hub.list_repo_files(repository) if one.endswith(".gguf"))
     except Exception:  # without a network, files that were fetched earlier are used
         return []
-    return sorted(name for name in files if name.endswith(".gguf"))
 
 
 @contextmanager
@@ -170,13 +164,27 @@ def on_hub(name: str) -> Iterator[None]:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(
-            f"no directory {name}, and the Hugging Face hub did not give a model of that name: {reason}"
-        ) from None
+        failed = f"no directory {name}, and the Hugging Face hub did not give a model of that name"
+        raise FileNotFoundError(f"{failed}: {_remedy(error, name.partition(':')[0])}") from None
     finally:
         if silenced:
             enable_progress_bars()
+
+
+def _remedy(error: Exception, repository: str) -> str:
+    """Returns what a user can do about an error of the hub, or the first line of an unknown error."""
+    from huggingface_hub import constants, errors
+
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
+    away = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no connection ({first})"
+    address = f"{constants.ENDPOINT}/{repository}"
+    remedies = {
+        errors.GatedRepoError: f"it is gated; accept the licence at {address}, then run `hf auth login`",
+        errors.RepositoryNotFoundError: f"{address} is private or does not exist; check it, or run `hf auth login`",
+        errors.LocalEntryNotFoundError: f"{away}, and it is not in the cache; give a directory, or go online",
+        errors.EntryNotFoundError: f"there is no such file; {address}/tree/main has the files",
+    }
+    return next((remedy for kind, remedy in remedies.items() if isinstance(error, kind)), first)
 
 
 @brief_errors()
