@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.heads import torch_file
-from jaxspec.heads.kinds import KINDS
+from jaxspec.heads.kinds import known
 from jaxspec.heads.rows import refitted
 from jaxspec.heads.tensors import Entry, Head
 from jaxspec.host.files import read_json
@@ -145,7 +145,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens
     if num_tokens is not None:
         content, found, rows = refitted(content, found, rows, num_tokens)
     names = {*found, *found.left_out}
-    format = next((kind.format for kind in KINDS.values() if kind.format.recognises(names)), None)
+    format = next((kind.format for kind in known().values() if kind.format.recognises(names)), None)
     if format is None:
         if any(name.endswith("layers.0.self_attn.q_proj.weight") for name in names):
             raise ValueError(
@@ -153,7 +153,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens
             )
         some = ", ".join(sorted(names)[:3])
         raise ValueError(
-            f"{directory} is no head by its tensors ({some}, …); the known types are {', '.join(KINDS)}"
+            f"{directory} is no head by its tensors ({some}, …); the known types are {', '.join(known())}"
         )
     head = format.read(directory, content, found, target)
     return dataclasses.replace(head, target=trained_for(directory), rows=rows)
@@ -170,7 +170,7 @@ def head_leaves(config: HeadConfig) -> list[Entry]:
 
     `read_head` reads tensors of these names.
     """
-    return list(KINDS[config.kind].format.entries(config))
+    return list(known()[config.kind].format.entries(config))
 
 
 def _open(directory: Path) -> Tensors:

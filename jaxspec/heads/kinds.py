@@ -1,7 +1,15 @@
-"""The table of the head types: one row for each, from which every other part reads what it needs to know of them."""
+"""The table of the head types: one row for each, from which every other part reads what it needs to know of them.
+
+Another package adds a row with an entry point of the group `jaxspec.heads`, which has the name of the head's method:
+
+    [project.entry-points."jaxspec.heads"]
+    my-head = "my_package.kind:KIND"
+"""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +30,7 @@ from jaxspec.heads.medusa.network import usual as usual_medusa
 from jaxspec.heads.tensors import Entry, Head
 from jaxspec.heads.uno import files as uno
 from jaxspec.heads.uno.network import usual as usual_uno
+from jaxspec.host import plugins
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.head import HeadConfig
@@ -63,7 +72,7 @@ class Kind(NamedTuple):
       writing: how its files are written; None if they are only read.
       layouts: other ways to write them, by the name of the trainer whose layout it is.
       by_token: a regular expression of the names of its tensors with one row per token, beside those of a Llama.
-      trainable: whether `python -m training.heads` trains it, see the file of the same name in `training/heads`.
+      training: the module whose `KINDS` has a row for `python -m training.heads`; None if it cannot be trained.
     """
 
     format: Format
@@ -71,12 +80,7 @@ class Kind(NamedTuple):
     writing: Writing | None = None
     layouts: Mapping[str, Writing] = MappingProxyType({})
     by_token: str | None = None
-    trainable: bool = False
-
-    @property
-    def folder(self) -> str:
-        """The name of the head type's folder."""
-        return self.usual.__module__.split(".")[-2]
+    training: str | None = None
 
 
 # By the name of the method that drafts with the head. Earlier rows have precedence: if the files of two types have the
@@ -91,17 +95,40 @@ KINDS: dict[str, Kind] = {
             "specforge": Writing(eagle.specforge, eagle.published, eagle.part),
             "speculators": Writing(eagle.speculators, part=eagle.part),
         },
-        trainable=True,
+        training="training.heads.eagle",
     ),
-    "eagle": Kind(eagle, usual_eagle, Writing(eagle.content, part=eagle.part), trainable=True),
-    "kangaroo": Kind(kangaroo, usual_kangaroo, Writing(kangaroo.content), trainable=True),
-    "hydra": Kind(hydra, usual_hydra, Writing(hydra.content), by_token=hydra.BY_TOKEN, trainable=True),
+    "eagle": Kind(
+        eagle, usual_eagle, Writing(eagle.content, part=eagle.part), training="training.heads.eagle"
+    ),
+    "kangaroo": Kind(kangaroo, usual_kangaroo, Writing(kangaroo.content), training="training.heads.kangaroo"),
+    "hydra": Kind(
+        hydra, usual_hydra, Writing(hydra.content), by_token=hydra.BY_TOKEN, training="training.heads.hydra"
+    ),
     "medusa": Kind(
         medusa,
         usual_medusa,
         Writing(medusa.content, medusa.published),
         by_token=medusa.BY_TOKEN,
-        trainable=True,
+        training="training.heads.medusa",
     ),
-    "uno": Kind(uno, usual_uno, Writing(uno.content), trainable=True),
+    "uno": Kind(uno, usual_uno, Writing(uno.content), training="training.heads.uno"),
 }
+
+
+def known() -> dict[str, Kind]:
+    """Returns all head types by name: `KINDS`, then those of other packages."""
+    return KINDS | _added()
+
+
+@functools.cache
+def _added() -> dict[str, Kind]:
+    """Returns the head types of other packages; one that cannot be loaded is a warning."""
+    found = {}
+    for name, point in plugins.added("jaxspec.heads", KINDS).items():
+        try:
+            found[name] = plugins.loaded(
+                *(point, "head type", "a jaxspec.heads.kinds.Kind"), lambda one: isinstance(one, Kind)
+            )
+        except ValueError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+    return found

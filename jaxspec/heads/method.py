@@ -112,10 +112,10 @@ class HeadMethod(ChainMethod):
         path = self._path(target, resources)
         if path is None:
             from jaxspec.heads.files import head_name
-            from jaxspec.heads.kinds import KINDS
+            from jaxspec.heads.kinds import known
 
-            kind, remedy = KINDS.get(self.name), ""
-            if kind and kind.trainable:
+            kind, remedy = known().get(self.name), ""
+            if kind and kind.training:
                 remedy = f", or train one with `python -m training.heads --kind {self.name}`"
             raise ValueError(
                 f"method {self.name} needs a head, and there is no {head_name(self.name)} beside the model; "

@@ -5,22 +5,28 @@ The models of a family share one tokenizer, but pad their embeddings to differen
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxspec.heads.kinds import KINDS
+from jaxspec.heads.kinds import known
 from jaxspec.io.tensors import Tensors
 
 # Tensors with one row per token, in every published layout.
 _LLAMA = r"(.*\.)?(embed_tokens\.weight|lm_head\.weight|t2d)"
-_BY_TOKEN = re.compile("|".join([_LLAMA, *(kind.by_token for kind in KINDS.values() if kind.by_token)]))
 # Tensors that map the rows of a head over a part of the vocabulary to token ids.
 _VOCABULARY_MAPS = ("d2t", "token_map")
 _SIZES = ("vocab_size", "draft_vocab_size", "truncated_vocab_size")
 _NESTED = ("transformer_layer_config", "model")
+
+
+@functools.cache
+def _by_token() -> re.Pattern[str]:
+    """Returns an expression of the names of tensors with one row per token."""
+    return re.compile("|".join([_LLAMA, *(kind.by_token for kind in known().values() if kind.by_token)]))
 
 
 def refitted(
@@ -45,7 +51,7 @@ def refitted(
     fitted = Tensors()
     fitted.left_out = found.left_out
     for name, tensor in found.items():
-        by_token = _BY_TOKEN.fullmatch(name) and tensor.shape[:1] == (rows,)
+        by_token = _by_token().fullmatch(name) and tensor.shape[:1] == (rows,)
         fitted[name] = _resized(tensor, size) if by_token else tensor
     return _with_rows(content, rows, size), fitted, min(rows, size)
 
@@ -56,7 +62,7 @@ def _rows(content: Mapping[str, Any], found: Tensors) -> int | None:
     saved = (one.get("vocab_size") for one in (*nested, content))
     declared: int | None = next((size for size in saved if type(size) is int), None)
     part = any(map(_is_map, found))
-    sizes = [len(tensor) for name, tensor in found.items() if _BY_TOKEN.fullmatch(name) and tensor.ndim]
+    sizes = [len(tensor) for name, tensor in found.items() if _by_token().fullmatch(name) and tensor.ndim]
     if declared is not None and (part or not sizes or declared in sizes):
         return declared
     return None if part else max(sizes, default=None)

@@ -12,7 +12,7 @@ import safetensors.numpy
 from jax.typing import DTypeLike
 
 from jaxspec.heads.files import head_leaves
-from jaxspec.heads.kinds import KINDS
+from jaxspec.heads.kinds import known
 from jaxspec.host.files import write_atomic, write_json
 from jaxspec.model.head import HeadConfig
 from jaxspec.model.llama import Params, is_shape
@@ -51,7 +51,7 @@ def write_head(
     tree: Any = jax.tree.structure(head.shapes, is_leaf=is_shape)
     if jax.tree.structure(params) != tree:
         raise ValueError("the parameters have other leaves than the head; give a matching pair")
-    kind = KINDS[head.kind]
+    kind = known()[head.kind]
     writing = kind.writing if layout is None else kind.layouts[layout]
     if writing is None:
         raise ValueError(f"heads of {head.kind} are read, but not written")

@@ -14,9 +14,10 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
+from jaxspec.host import plugins
 from jaxspec.host.messages import nearest, shown
 from jaxspec.methods.base import Method
 
@@ -54,12 +55,12 @@ def _modules() -> Iterator[str]:
 @functools.cache
 def _entry_points() -> dict[str, EntryPoint]:
     """Returns the methods that other packages add, by name. A built-in method cannot be replaced."""
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in built_in()}
+    return plugins.added(GROUP, built_in())
 
 
 def names() -> tuple[str, ...]:
     """Returns the names of all methods: the built-in ones, then those of other packages."""
-    return (*built_in(), *sorted(_entry_points()))
+    return (*built_in(), *_entry_points())
 
 
 def find(name: str) -> type[Method]:
@@ -80,7 +81,7 @@ def find(name: str) -> type[Method]:
 def available() -> tuple[dict[str, type[Method]], list[str]]:
     """Returns every method that can be loaded, by name, and an error message of one line for each other one."""
     found, problems = dict(built_in()), []
-    for name, point in sorted(_entry_points().items()):
+    for name, point in _entry_points().items():
         try:
             found[name] = _loaded(point)
         except ValueError as error:
@@ -89,19 +90,14 @@ def available() -> tuple[dict[str, type[Method]], list[str]]:
 
 
 def _loaded(point: EntryPoint) -> type[Method]:
-    origin = f"method {point.name!r} of the entry point {point.value}"
-    try:
-        method = point.load()
-    except Exception as error:  # whatever another package's import raises
+    method: type[Method] = plugins.loaded(
+        *(point, "method", "a subclass of jaxspec.methods.Method"),
+        lambda found: inspect.isclass(found) and issubclass(found, Method),
+    )
+    if (name := getattr(method, "name", None)) != point.name:
         raise ValueError(
-            f"{origin} cannot be loaded ({type(error).__name__}: {error}); repair or remove its package"
-        ) from error
-    if not (inspect.isclass(method) and issubclass(method, Method)):
-        raise ValueError(
-            f"{origin} is not a subclass of jaxspec.methods.Method; repair or remove its package"
+            f"method {point.name!r} of the entry point {point.value} has the name {name!r}; give both the same name"
         )
-    if getattr(method, "name", None) != point.name:
-        raise ValueError(f"{origin} has the name {getattr(method, 'name', None)!r}; give both the same name")
     return method
 
 

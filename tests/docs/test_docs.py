@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import sys
 import types
@@ -10,13 +11,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxspec.heads
+import training.heads
 from jaxspec.heads import kinds
-from jaxspec.heads.files import read_head
-from jaxspec.heads.writer import write_head
 from jaxspec.methods import registry
 from jaxspec.testing import TARGET, contracts, params
 from jaxspec.texts import requests
@@ -54,6 +53,9 @@ def test_the_code_of_the_extend_page_runs(capsys, monkeypatch):
     names = run(script, monkeypatch)
     said = capsys.readouterr().out
     assert "check_greedy_text, greedy acceptor" in said
+    assert (
+        names["result"].statistics.mean_acceptance_length > 2
+    )  # the example shows that its drafts are accepted
     assert "Repeat passed 8 checks with the acceptors greedy" in said
     method = names["RepeatMethod"]
     monkeypatch.setattr(registry, "built_in", lambda: {"repeat": method})
@@ -89,38 +91,41 @@ def test_the_drafter_of_the_page_keeps_all_contracts(capsys, monkeypatch):
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """Adds the head of the page `add_a_head.md` to the package, with its rows, for one test."""
-    text = (ROOT / "docs/add_a_head.md").read_text("utf-8")
-    files = dict(re.findall(r'^```python title="(\S+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL))
-    folder = tmp_path / "toy"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
+    """Adds the head of the page `add_a_head.md` to the package, with its rows, for one test; yields its files."""
+    files = titled("add_a_head.md")
     for path, script in files.items():
-        if path.startswith("jaxspec/heads/toy/"):
-            (folder / Path(path).name).write_text(script)
-    monkeypatch.setattr(jaxspec.heads, "__path__", [*jaxspec.heads.__path__, str(tmp_path)])
+        if "toy" in path:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(script)
+    (tmp_path / "jaxspec/heads/toy/__init__.py").touch()
+    for package in (jaxspec.heads, training.heads):
+        own = str(tmp_path / package.__name__.replace(".", "/"))
+        monkeypatch.setattr(package, "__path__", [*package.__path__, own])
     monkeypatch.setattr(registry, "built_in", functools.cache(registry.built_in.__wrapped__))
     rows = {"jaxspec/heads/kinds.py": (kinds, "KINDS"), "tests/tiny.py": (tiny, "DRAFTERS")}
     for path, (module, table) in rows.items():
         names = dict(vars(module))
         exec(compile(files[path], path, "exec"), names)
         monkeypatch.setitem(getattr(module, table), "toy", names[table]["toy"])
-    yield
-    for name in [name for name in sys.modules if name.startswith("jaxspec.heads.toy")]:
+    yield files
+    for name in [
+        name for name in sys.modules if name.startswith(("jaxspec.heads.toy", "training.heads.toy"))
+    ]:
         del sys.modules[name]
 
 
+def titled(page: str) -> dict[str, str]:
+    """Returns the Python files of a page by their paths."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return dict(re.findall(r'^```python title="(\S+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL))
+
+
 @pytest.mark.full
-def test_the_head_of_the_page_is_written_and_read_and_drafts(toy, tmp_path):
-    lm = tiny.language_model()
-    head = kinds.KINDS["toy"].usual(lm.config)
-    write_head(tmp_path / "head", head, tiny.head_params(head), lm.fingerprint)
-    found = read_head(tmp_path / "head", lm.config)
-    assert (found.config, found.target) == (head, lm.fingerprint)
-    assert jax.tree.all(jax.tree.map(np.array_equal, found.load(np.float32), tiny.head_params(head)))
-    drafted = lm.generate([1, 2, 3], method="toy", draft=tmp_path / "head", max_new_tokens=12)
-    assert drafted.tokens == lm.generate([1, 2, 3], max_new_tokens=12).tokens
-    assert drafted.statistics.num_draft_tokens > 0
+def test_the_head_of_the_page_is_written_and_read_and_drafts(toy, tmp_path, monkeypatch):
+    """By the page's own test, and as training finds it."""
+    names = run(toy["tests/heads/test_toy.py"], monkeypatch)
+    names["test_a_head_is_written_and_read_and_drafts_what_it_learned"](tmp_path / "head")
+    assert names["KINDS"] == importlib.import_module(kinds.known()["toy"].training).KINDS
     contracts.check_greedy_text(tiny.loop(tiny.Combination("toy", "constant", "greedy")))
 
 

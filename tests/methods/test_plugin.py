@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_docs import blocks
+from tests.docs.test_docs import blocks, titled
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,3 +83,43 @@ def test_a_package_that_cannot_be_loaded_is_one_warning(installed, tmp_path):
         "jaxspec: warning: method 'broken' of the entry point nowhere:Method cannot be loaded "
         "(ModuleNotFoundError: No module named 'nowhere'); repair or remove its package\n"
     )
+
+
+# The head of the page "Add a head", in a package of its own.
+KINDS = """
+from jaxspec.heads.kinds import known
+from jaxspec.methods import registry
+from training.heads.kinds import KINDS
+
+print(known()["toy"].usual.__module__, registry.find("toy").__module__, KINDS["toy"].loss.__module__, *known())
+"""
+
+
+@pytest.mark.full
+def test_another_package_adds_a_head(tmp_path):
+    """It is found, and trained; one that cannot be loaded is one warning."""
+    page = titled("add_a_head.md")
+    own = {Path(path).stem: code for path, code in page.items() if path.startswith("jaxspec/heads/toy")}
+    own |= {"training": page["training/heads/toy.py"], "kind": page["toy_head/kind.py"], "__init__": ""}
+    (tmp_path / "toy_head").mkdir()
+    for name, code in own.items():
+        code = code.replace("jaxspec.heads.toy", "toy_head").replace(
+            "training.heads.toy", "toy_head.training"
+        )
+        (tmp_path / "toy_head" / f"{name}.py").write_text(code)
+    (points,) = map(tomllib.loads, blocks("add_a_head.md", "toml"))
+    lines = []
+    for group, entries in points["project"]["entry-points"].items():
+        entries |= {"broken": "nowhere:KIND"} if group == "jaxspec.heads" else {}
+        lines += [f"[{group}]", *(f"{name} = {where}" for name, where in entries.items())]
+    metadata = tmp_path / "toy_head-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-head\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", KINDS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:3] == ["toy_head.network", "toy_head.method", "toy_head.training"]
+    assert done.stdout.split()[-1] == "toy"
+    assert done.stderr.count("Warning") == 1
+    assert "head type 'broken' of the entry point nowhere:KIND cannot be loaded" in done.stderr

@@ -81,7 +81,7 @@ class Options(RunOptions):
         for name, least in (("card_prompts", 0), ("card_tokens", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a whole number of at least {least}")
-        if self.layout != "authors" and self.layout not in head_kinds.KINDS[self.kind].layouts:
+        if self.layout != "authors" and self.layout not in head_kinds.known()[self.kind].layouts:
             raise ValueError(f"a head of {self.kind} has no layout {self.layout}; leave layout out")
         usual = HeadOptions()
         foreign = [
@@ -223,7 +223,7 @@ def _run_loop(
     mesh, model = state_sharding.make_mesh(options.mesh), (target.config, target.params)
     network, params = begin(kind, options.head, model, part, options.seed, mesh)
     if options.layout != "authors":  # refuses a head that it cannot express
-        head_kinds.KINDS[options.kind].layouts[options.layout].content(network.head, options.dtype)
+        head_kinds.known()[options.kind].layouts[options.layout].content(network.head, options.dtype)
     same: dict[str, Any] = {
         "job": "training.heads",
         # The flags are part of it, so that the identity of a run without them stays as it was.

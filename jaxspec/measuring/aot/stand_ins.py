@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxspec.heads import files as heads
-from jaxspec.heads.kinds import KINDS
+from jaxspec.heads.kinds import known
 from jaxspec.io import checkpoint
 from jaxspec.io.methods import method_files, vocabulary_file
 from jaxspec.io.trained_for import TrainedFor
@@ -133,7 +133,7 @@ def loaded_head(path: Path, directory: Path, target: LlamaConfig, dtype: DTypeLi
       FileNotFoundError, ValueError: the head does not exist, or it does not fit the target; one line.
     """
     if path.is_relative_to(directory):
-        config = KINDS[path.name].usual(target.plain)
+        config = known()[path.name].usual(target.plain)
     else:
         config = heads.read_head(heads.resolve(path), target.plain).config
     params = jax.tree.map(lambda shape: jnp.zeros(shape, dtype), config.shapes, is_leaf=llama.is_shape)
@@ -153,7 +153,7 @@ def write_files(directory: Path, config: LlamaConfig, distribution: str, vocabul
       distribution: name of the sampling distribution, see `method_files.distribution_name`.
       vocabulary: whether to write a vocabulary ranking.
     """
-    for kind in KINDS:
+    for kind in known():
         path = directory / heads.head_name(kind)
         path.parent.mkdir(parents=True)
         path.touch()
