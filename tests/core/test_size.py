@@ -29,7 +29,7 @@ LINES = {
     "host": 700,
     "io": 3450,
     "loading": 491,
-    "measuring": 6390,
+    "measuring": 6430,
     "methods": 1500,
     "model": 1468,
     "programs": 1032,
