@@ -1,7 +1,7 @@
 """The newest figure of each question in docs/measurements.
 
 docs/measurements/figures.json has the figures.
-`python -m benchmarks.results` writes docs/measurements/index.md from it.
+`python -m benchmarks.results` writes docs/measurements/index.md from it, after the table of `benchmarks.speeds`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,28 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks import speeds
 from jaxspec.host.files import read_json
 
 MADE = "<!-- Made by `python -m benchmarks.results` from docs/measurements/figures.json; do not edit. -->"
+# Above the table of speeds, and below it.
+SPEEDS = """## How fast will my model be, with what, and does it fit?
+
+One text, greedy. Bold is measured, with random weights; the others are predictions."""
+ABOUT = f"""- **Predictions** follow from {speeds.SOURCES}. A predicted step is a lower bound, which
+  devices reach to .6 to .9; speed-ups (× plain decoding) are ratios and more accurate. Each column assumes that a draft
+  token is accepted with {f"{speeds.ACCEPTED:g}".lstrip("0")}; EAGLE-3 has the {speeds.EAGLE3[0]} tokens a round, with
+  {speeds.EAGLE3[1]} draft tokens, that users of vLLM report for an 8B on MT-Bench
+  ([issue 26191](https://github.com/vllm-project/vllm/issues/26191)). Measure yours with `jaxspec compare`.
+- **lookup** (`ngram`, `suffix`): on text that is copied. It needs nothing.
+- **EAGLE-3**: a head that was trained for the model, in 16 bits; from the hub or `python -m training.heads`.
+- **sorted draft** (`s2d`): a `1.2b` for `8b`, a `1b` for `70b`, trained by `python -m training.soft`.
+- **early exit** (`layerskip`): after a quarter of the layers, of a model that was trained for it.
+- **GB a device**: the weights and the cache of 4,096 tokens, which may take nine tenths of the memory. (JAX takes three
+  quarters of a GPU's by default; set `XLA_PYTHON_CLIENT_MEM_FRACTION=.95` if a model needs more.) Where a model does
+  not fit, the row has the options with which it would.
+- The shapes are those of Llama 3.2 1B, Llama 3.1 8B and Llama 2 70B. `python -m benchmarks.speeds` prints the table,
+  and `jaxspec profile --device-model DEVICE --shape SHAPE` the prediction of a row (`t4`, `v5e:2x4`)."""
 # The pages without a figure in the index.
 OTHERS = {
     "method.md": "definitions, machines, models and files, intervals",
@@ -75,7 +94,7 @@ def load(path: Path) -> list[Figure]:
 
 
 def page(figures: Sequence[Figure]) -> str:
-    """Returns the index: a table with a row for each figure, and the pages without a figure."""
+    """Returns the index: the table of speeds, a table with a row for each figure, and the pages without a figure."""
     return "\n".join(_lines(figures)) + "\n"
 
 
@@ -84,6 +103,14 @@ def _lines(figures: Sequence[Figure]) -> Iterator[str]:
         "# Measurements",
         "",
         MADE,
+        "",
+        SPEEDS,
+        "",
+        speeds.table(("1.2b", "8b", "70b")),
+        "",
+        ABOUT,
+        "",
+        "## Figures",
         "",
         "The newest figure of each question: a speed ÷ that of plain decoding, unless the answer has another measure.",
         "[Method](method.md) has the definitions and the machines. A dash: not recorded, or no interval.",

@@ -5,7 +5,8 @@
 reads docs/results/PAPER-MODEL.json (`report.json` of `python -m benchmarks.papers PAPER --model MODEL --counts`),
 PAPER-MODEL-times.json and PAPER-MODEL-int8.json (the same without `--counts`, in float32 and with `--weights int8`),
 and writes docs/results.md, which has a verdict and a figure for each claim, and in docs/results a page with the claims
-and tables of each paper and a chart of each report of counts. It also writes the index of docs/measurements.
+and tables of each paper and a chart of each report of counts. It also writes the index of docs/measurements, and
+the table of speeds in README.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import figures
+from benchmarks import figures, speeds
 from benchmarks.papers.tables import FORMAT, FREE, Cell, number, shown
 from jaxspec.console import frame
 from jaxspec.host.files import read_json
@@ -467,6 +468,9 @@ class Results:
         measurements = DOCS / "measurements"
         index = figures.page(figures.load(measurements / "figures.json"))
         (measurements / "index.md").write_text(index, encoding="utf-8")
+        readme = DOCS.parent / "README.md"
+        made = speeds.replaced(readme.read_text("utf-8"), speeds.short())
+        readme.write_text(made, encoding="utf-8")
         print(f"wrote {DOCS / 'results.md'} and its tables from {len(reports)} reports", file=sys.stderr)
 
 

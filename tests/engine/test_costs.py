@@ -27,7 +27,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
 from jaxspec.measuring.aot import cost_estimates
 from jaxspec.measuring.aot.accelerators import ACCELERATORS
-from jaxspec.measuring.aot.roofline import report, roofline, usual, weights
+from jaxspec.measuring.aot.roofline import EXCHANGE_US, needed_gb, report, roofline, usual, weights
 from jaxspec.measuring.bench import step_costs as measuring
 from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.measuring.commands.profile import Profile
@@ -287,6 +287,29 @@ def test_a_described_device_reads_each_weight_once():
     assert slow.step_ms() - costs.step_ms() == pytest.approx(0.02 * (32 * 18 + 6))
 
 
+def test_several_devices_divide_what_is_read_and_int8_halves_it():
+    device, config = ACCELERATORS["v5e"], SHAPES["8b"]
+    one, half, four = (
+        roofline(device, config, "8b", launch_us=0.0, chips=chips, bits=bits)
+        for chips, bits in ((1, None), (1, 8), (4, None))
+    )
+    assert one.step_ms(live=0) == pytest.approx(2 * half.step_ms(live=0))
+    # As `benchmarks.scaling` computes it: 68 exchanges of 5 µs.
+    exchanged = 1e-3 * (2 * 32 + 4) * EXCHANGE_US
+    assert four.step_ms(live=0) == pytest.approx(one.step_ms(live=0) / 4 + exchanged)
+    assert four.live_token_ms == pytest.approx(one.live_token_ms / 4)
+    assert half.step_ms(65, batch=128, live=0) == pytest.approx(one.step_ms(65, batch=128, live=0))
+
+
+def test_a_model_that_does_not_fit_is_told_what_would():
+    found = [
+        report(device, "70b", bits=bits)["remedies"]
+        for device, bits in (("l4", None), ("l4:4", 8), ("l4", 8))
+    ]
+    assert found == [["--mesh model=8", "--weights int8 --mesh model=4"], [""], ["--mesh model=4"]]
+    assert needed_gb(SHAPES["8b"], 2) == pytest.approx(needed_gb(SHAPES["8b"]) / 2)
+
+
 def test_predictions_rise_with_acceptance_and_fall_with_the_batch():
     found = report("h100", "8b")
     assert found["prediction"] is True
@@ -298,7 +321,7 @@ def test_predictions_rise_with_acceptance_and_fall_with_the_batch():
     crowded = report("h100", "8b", batch=128)
     for name, by_rate in crowded["speedups"].items():
         assert by_rate["0.9"]["speedup"] <= found["speedups"][name]["0.9"]["speedup"], name
-    assert not report("h100", "70b")["fits"]
+    assert report("h100", "70b")["remedies"] == ["--weights int8", "--mesh model=2"]
     assert speedup_table(COSTS, {"x": DraftCost(lookup=True)})["x"]["0.5"].speedup > 1
 
 
@@ -365,7 +388,14 @@ def test_the_command_shows_both(capsys, measured, monkeypatch):
     status, out, _ = called(capsys, "profile", "--device-model", "h100", "--shape", "70b", "--batch", "4")
     assert status == 0
     assert "prediction, not a measurement" in " ".join(out.split())
-    assert "the weights do not fit its memory" in out
+    assert "they do not fit its memory" in out
+    assert "give --weights int8 or --mesh model=2" in " ".join(re.sub("[│ ]+", " ", out).split())
+    status, out, _ = called(
+        capsys, *["profile", "--device-model", "v5e:2x4", "--shape", "70b", "--weights", "int8", "--json"]
+    )
+    assert status == 0
+    assert json.loads(out) == json.loads(json.dumps(report("v5e:2x4", "70b", bits=8)))
+    assert json.loads(out)["remedies"] == [""]
 
     def remembered(lm, *, fresh, on_progress, on_warning):
         on_warning("a file is old")

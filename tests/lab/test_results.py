@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxspec
-from benchmarks import figures, results
+from benchmarks import figures, results, speeds
 from benchmarks.papers import (
     adaspeed_counts,
     adaspeed_sampled,
@@ -68,6 +68,20 @@ def test_the_page_is_made_from_the_stored_reports():
 
 def test_the_index_of_measurements_is_made_from_the_figures():
     assert MEASURED["measurements/index.md"] == figures.page(figures.load(MEASUREMENTS / "figures.json"))
+
+
+def test_the_tables_of_speeds_are_printed_by_their_command(capsys):
+    """Those of README.md and of the index; their measured cells are figures of the pages."""
+    readme = (results.DOCS.parent / "README.md").read_text("utf-8")
+    assert readme == speeds.replaced(readme, speeds.short())
+    assert readme != speeds.replaced(readme, "| another |")
+    assert speeds.main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed in MEASURED["measurements/index.md"]
+    assert printed.index("| 1.2b |") < printed.index("| 70b | T4 | no: `--mesh model=16` or `--weights int8")
+    for one in json.loads((MEASUREMENTS / "speeds.json").read_text("utf-8"))["measured"]:
+        assert re.search(rf"\b{re.escape(one['value'])}\b", MEASURED[f"measurements/{one['page']}"]), one
+    assert printed.count("**") == 2 * 4
 
 
 def test_each_figure_is_in_the_entry_of_its_question():

@@ -1,7 +1,8 @@
 """Roofline model of decoding steps: predicts their cost from an accelerator's published figures.
 
 A step takes the time to read each weight once at the published bandwidth or to multiply by it at the published peak,
-whichever is longer, plus one launch per operation. Real devices reach .6 to .9 of this bound; ratios of predicted steps
+whichever is longer, plus one launch per operation. Several devices divide the weights, and exchange results in
+each layer. Real devices reach .6 to .9 of this bound; ratios of predicted steps
 are more accurate than the steps themselves. A TPU compiler's cycles give higher costs, see `estimates`.
 """
 
@@ -11,17 +12,30 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxspec.costs.rounds import DraftCost, StepCosts, kinds, on_line, speedup_table
 from jaxspec.host.messages import shown
-from jaxspec.measuring.aot.accelerators import ACCELERATORS, LAYER_OPERATIONS, OTHER_OPERATIONS, Accelerator
+from jaxspec.measuring.aot.accelerators import (
+    ACCELERATORS,
+    LAYER_OPERATIONS,
+    OTHER_OPERATIONS,
+    Accelerator,
+    parse_topology,
+)
 from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.model.config import LlamaConfig
+from jaxspec.programs.memory import needed_bytes
 
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 33, 65)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LIVE = 512
-# Bytes of a number.
+# Bytes of a number of the cache, and of a weight that is not quantised.
 _BYTES = 2
+# Exchanges between devices, of a layer and of the rest of a step, and their assumed microseconds.
+EXCHANGES, EXCHANGE_US = (2, 4), 5.0
+# The share of the memory that weights and the cache of a text of `CAPACITY` tokens may take.
+USABLE, CAPACITY = 0.9, 4096
 # Returns the costs of a device's steps for a shape and its name; None if there are none.
 Steps = Callable[[Accelerator, LlamaConfig, str], StepCosts | None]
 # The shape of the usual draft model for each target shape.
@@ -49,8 +63,10 @@ def roofline(
     name: str,
     launch_us: float | None = None,
     steps_ms: Mapping[int, tuple[float, float]] | None = None,
+    chips: int = 1,
+    bits: int | None = None,
 ) -> StepCosts:
-    """Returns the roofline costs of a model's steps in 16 bits (`Accelerator.dtype`) on one device.
+    """Returns the roofline costs of a model's steps in 16 bits (`Accelerator.dtype`), or with quantised weights.
 
     Args:
       accelerator: the device.
@@ -60,6 +76,8 @@ def roofline(
       steps_ms: the compiler's estimates by number of rows, in ascending order: milliseconds of a layer (with the cache
         of one text of `LIVE` tokens) and of the rest of a step. They replace the launches; the times for reading and
         multiplying remain lower bounds.
+      chips: the number of devices over which the weights are divided.
+      bits: the bits of quantised weights; None for 16.
 
     Examples:
       >>> costs = roofline(ACCELERATORS["h100"], SHAPES["8b"], "8b", launch_us=0.0)
@@ -69,13 +87,14 @@ def roofline(
     layer, head = weights(config)
     launch_ms = 1e-3 * (accelerator.launch_us if launch_us is None else launch_us)
     live_bytes = 2 * config.num_kv_heads * config.head_dim * _BYTES
-    live_ms = 1e3 * live_bytes * config.num_layers / accelerator.bandwidth
+    live_ms = 1e3 * live_bytes * config.num_layers / accelerator.bandwidth / chips
+    size, exchange_ms = _BYTES if bits is None else bits / 8, 1e-3 * EXCHANGE_US * (chips > 1)
 
     def product_ms(numbers: int, rows: int) -> float:
-        return 1e3 * max(_BYTES * numbers / accelerator.bandwidth, 2 * rows * numbers / accelerator.flops)
+        return 1e3 * numbers / chips * max(size / accelerator.bandwidth, 2 * rows / accelerator.flops)
 
     def part_ms(numbers: int, rows: int, operations: int, part: int, read_ms: float = 0.0) -> float:
-        bound = product_ms(numbers, rows) + read_ms
+        bound = product_ms(numbers, rows) + read_ms + EXCHANGES[part] * exchange_ms
         if steps_ms is None:
             return bound + operations * launch_ms
         return max(bound, on_line(rows, list(steps_ms), [parts[part] for parts in steps_ms.values()]))
@@ -100,12 +119,17 @@ def roofline(
         cut_ms=step_ms(1, 1, cut),
         live_token_ms=live_ms,
         lookup_ms=2 * LAYER_OPERATIONS * launch_ms,
-        absorb_ms=2e3 * config.num_layers * layer / accelerator.flops,
+        absorb_ms=2e3 * config.num_layers * layer / accelerator.flops / chips,
     )
 
 
 def usual(
-    accelerator: Accelerator, shape: str, launch_us: float | None = None, steps: Steps | None = None
+    accelerator: Accelerator,
+    shape: str,
+    launch_us: float | None = None,
+    steps: Steps | None = None,
+    chips: int = 1,
+    bits: int | None = None,
 ) -> tuple[StepCosts, dict[str, DraftCost]]:
     """Returns the step costs of a named shape and the draft costs by name, including its usual draft model if any.
 
@@ -113,14 +137,14 @@ def usual(
     model's own layers, whose share of the launches exceeds their share of the weights.
 
     Args:
-      accelerator, launch_us: see `roofline`.
+      accelerator, launch_us, chips, bits: see `roofline`.
       shape: a name in `SHAPES`.
       steps: replaces `roofline`: returns the costs of a shape for its config and name, or None.
     """
 
     def steps_of(name: str) -> StepCosts:
         given = None if steps is None else steps(accelerator, SHAPES[name], name)
-        return given or roofline(accelerator, SHAPES[name], name, launch_us)
+        return given or roofline(accelerator, SHAPES[name], name, launch_us, chips=chips, bits=bits)
 
     costs = steps_of(shape)
     drafts = kinds(costs.num_layers)
@@ -134,28 +158,64 @@ def usual(
     return costs, drafts
 
 
+def needed_gb(config: LlamaConfig, chips: int = 1, bits: int | None = None) -> float:
+    """Returns the gigabytes of each device for the weights and the cache of a text of `CAPACITY` tokens.
+
+    Examples:
+      >>> [round(needed_gb(SHAPES["8b"], bits=bits), 1) for bits in (None, 8)]
+      [16.6, 9.1]
+    """
+    return sum(needed_bytes(config, jnp.bfloat16, 1, CAPACITY, bits)) / chips / 1e9
+
+
+def remedies(
+    accelerator: Accelerator, config: LlamaConfig, chips: int = 1, bits: int | None = None
+) -> list[str]:
+    """Returns the options with which a model fits so many devices or more; [""] if it fits as it is.
+
+    Examples:
+      >>> remedies(ACCELERATORS["t4"], SHAPES["8b"])
+      ['--weights int8', '--mesh model=2']
+      >>> remedies(ACCELERATORS["h100"], SHAPES["8b"])
+      ['']
+    """
+    found: dict[int | None, str] = {}
+    for more in (chips * 2**power for power in range(9)):
+        for kind in dict.fromkeys((bits, 8)):
+            if kind not in found and needed_gb(config, more, kind) <= USABLE * accelerator.memory_bytes / 1e9:
+                options = ["--weights int8"] * (kind != bits) + [f"--mesh model={more}"] * (more > chips)
+                found[kind] = " ".join(options)
+    return [""] if found.get(bits) == "" else sorted(found.values(), key=len)
+
+
 def report(
-    device: str, shape: str, batch: int = 1, launch_us: float | None = None, steps: Steps | None = None
+    device: str,
+    shape: str,
+    batch: int = 1,
+    launch_us: float | None = None,
+    steps: Steps | None = None,
+    bits: int | None = None,
 ) -> dict[str, Any]:
     """Returns predicted speed-ups of several drafts on a device.
 
     Args:
-      device: a name in `ACCELERATORS`.
+      device: a name in `ACCELERATORS`, or a topology such as v5e:2x4, over which the model is divided.
       shape: a name in `SHAPES`.
       batch: number of texts decoded together.
       launch_us: see `roofline`.
-      steps: see `usual`; for example `estimates.estimated`.
+      steps: see `usual`; for example `estimates.estimated`. Only for one device and weights of 16 bits.
+      bits: see `roofline`.
 
     Returns:
       `prediction` (True: nothing is measured), `estimated` (whether the costs use the compiler's cycles), `device`,
-      `shape`, `dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`, `fits` (whether
-      the weights fit its memory), `plain_ms` (a step of plain decoding), `drafts` (the layers and heads that each draft
-      runs), `speedups` (see `speedup_table`; each with its draft length).
+      `shape`, `dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`, `needed_gb` and
+      `remedies` (see the functions), `plain_ms` (a step of plain decoding), `drafts` (the layers and heads that each
+      draft runs), `speedups` (see `speedup_table`; each with its draft length).
 
     Raises:
       ValueError: the device or the shape is unknown, or a number is out of range; one line.
     """
-    if device not in ACCELERATORS:
+    if device.partition(":")[0] not in ACCELERATORS:
         raise ValueError(f"unknown device_model {shown(device)}; give one of {', '.join(ACCELERATORS)}")
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shown(shape)}; give one of {', '.join(SHAPES)}")
@@ -163,8 +223,11 @@ def report(
         raise ValueError(f"batch is {batch}; give at least 1")
     if launch_us is not None and not 0 <= launch_us < float("inf"):
         raise ValueError(f"launch_us is {launch_us}; give a number from 0 on")
-    accelerator = ACCELERATORS[device]
-    costs, drafts = usual(accelerator, shape, launch_us, steps)
+    accelerator, chips = ACCELERATORS[device.partition(":")[0]], 1
+    if ":" in device:
+        chips = parse_topology(device).num_devices
+    steps = None if chips > 1 or bits else steps
+    costs, drafts = usual(accelerator, shape, launch_us, steps, chips, bits)
     estimated = steps is not None and steps(accelerator, SHAPES[shape], shape) is not None
     table = speedup_table(costs, drafts, batch=batch)
     return {
@@ -172,14 +235,15 @@ def report(
         "estimated": estimated,
         "device": device,
         "shape": shape,
-        "dtype": costs.dtype,
+        "dtype": costs.dtype if bits is None else f"{costs.dtype}, int{bits} weights",
         "batch": batch,
         "live": costs.live,
         "bandwidth": accelerator.bandwidth,
         "flops": accelerator.flops,
         "launch_us": accelerator.launch_us if launch_us is None else launch_us,
         "source": accelerator.source,
-        "fits": _BYTES * _size(SHAPES[shape]) <= accelerator.memory_bytes,
+        "needed_gb": needed_gb(SHAPES[shape], chips, bits),
+        "remedies": remedies(accelerator, SHAPES[shape], chips, bits),
         "plain_ms": DraftCost().round_ms(costs, 0, batch=batch),
         "drafts": {name: dataclasses.asdict(draft) for name, draft in drafts.items()},
         "speedups": {
@@ -187,8 +251,3 @@ def report(
             for name, by_rate in table.items()
         },
     }
-
-
-def _size(config: LlamaConfig) -> int:
-    layer, head = weights(config)
-    return config.num_layers * layer + head * (1 if config.tie_embeddings else 2)

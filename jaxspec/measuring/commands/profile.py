@@ -29,9 +29,10 @@ class Profile:
       costs: show the costs of steps by rows, layers, texts and live tokens instead, and predicted speed-ups. They are
         measured once per device, shape and dtype, and kept in the user's cache.
       fresh: with --costs, measure again.
-      device_model: predict speed-ups for --shape from the published figures of a device instead: h100, h200, a100, l4,
-        v100, t4, v5e, v5p or v6e. Nothing is measured. For a TPU whose compiler is installed, the costs of steps are
-        the compiler's cycles; compiling them takes a minute the first time.
+      device_model: predict speed-ups for --shape, in 16 bits or with --weights int8, from the published figures of a
+        device instead: h100, h200, a100, l4, v100, t4, v5e, v5p or v6e, or several, such as v5e:2x4 or l4:4. Nothing
+        is measured. For one TPU whose compiler is installed, the costs of steps in 16 bits are the compiler's cycles;
+        compiling them takes a minute the first time.
       batch: the number of texts for which speed-ups are predicted. Default 1.
       launch_us: with --device-model, microseconds to start one operation; replaces the compiler's cycles. Default:
         the device's.
@@ -65,10 +66,10 @@ class Profile:
     def _check(self) -> None:
         """Checks that the given options fit together."""
         paper = self.device_model is not None
-        if paper and (self.costs or self.model != ModelOptions()):
+        if paper and (self.costs or self.model != ModelOptions(weights=self.model.weights)):
             raise ValueError(
                 "`device_model` predicts for a named shape on a device that is not attached; give it with `shape`, "
-                "without `costs`, `model`, `dtype`, `weights`, `device` or `mesh`"
+                "without `costs`, `model`, `dtype`, `device` or `mesh`"
             )
         # Each process would create the random weights on devices that may belong to another process.
         if self.shape is not None and self.model.processes.asked:
@@ -129,17 +130,16 @@ class Profile:
         }
 
     def _predict(self) -> dict[str, Any]:
+        from jaxspec.loading.loading import resolve_weights
+        from jaxspec.measuring.aot.cost_estimates import estimated
         from jaxspec.measuring.aot.roofline import report
 
         assert self.device_model is not None
         assert self.shape is not None
-        given = (self.device_model, self.shape, self.batch or 1, self.launch_us)
-        if self.launch_us is not None:
-            return report(*given)
-        from jaxspec.measuring.aot.cost_estimates import estimated
-
         with Progress() as progress:
-            return report(*given, functools.partial(estimated, on_progress=progress))
+            steps = functools.partial(estimated, on_progress=progress) if self.launch_us is None else None
+            given = (self.device_model, self.shape, self.batch or 1, self.launch_us, steps)
+            return report(*given, resolve_weights(self.model.weights))
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -181,6 +181,8 @@ def _print_costs(report: dict[str, Any]) -> None:
 
 
 def _print_prediction(report: dict[str, Any]) -> None:
+    from jaxspec.measuring.aot.roofline import CAPACITY
+
     title = f"prediction, not a measurement: {report['shape']} on {report['device']}, {report['dtype']}"
     table = _table(title)
     table.add_row("bandwidth", f"{1e-9 * report['bandwidth']:,.0f} GB/s")
@@ -190,8 +192,9 @@ def _print_prediction(report: dict[str, Any]) -> None:
     else:
         table.add_row("start of an operation (assumed)", f"{report['launch_us']:g} µs")
     table.add_row(f"step of plain decoding, {_texts(report['batch'])}", f"{report['plain_ms']:.3f} ms")
-    if not report["fits"]:
-        table.add_row("the weights do not fit its memory", "ignored")
+    table.add_row(f"weights and a cache of {CAPACITY:,} tokens", f"{report['needed_gb']:.1f} GB")
+    if needs := " or ".join(filter(None, report["remedies"])):
+        table.add_row("they do not fit its memory", f"give {needs}")
     _show(table)
     _print_speedups(
         report["speedups"], f"prediction, {_texts(report['batch'])}, {report['live']} live tokens"
