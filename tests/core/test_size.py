@@ -20,11 +20,11 @@ PACKAGE = Path(__file__).parents[2] / "jaxspec"
 LINES = {
     ".": 980,
     "cli": 700,
-    "console": 942,
+    "console": 947,
     "costs": 250,
     "decoding": 520,
     "drafting": 1690,
-    "engine": 1270,
+    "engine": 1280,
     "heads": 2405,
     "host": 700,
     "io": 3450,
@@ -36,7 +36,7 @@ LINES = {
     "serving": 2290,
     "session": 1182,
     "testing": 610,
-    "texts": 680,
+    "texts": 685,
 }
 SLACK = 25
 MOST_METHODS, MOST_BRANCHES = 25, 20
