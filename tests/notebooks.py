@@ -132,8 +132,7 @@ def _data(one: Any) -> dict[str, Any]:
 
 
 def _output(one: Any) -> dict[str, Any]:
-    text = repr(one) if len(repr(one)) < 500 else f"<{type(one).__name__}>"
-    data = _data(one) | {"text/plain": [text]}
+    data = _data(one) | {"text/plain": repr(one).splitlines(keepends=True)}
     return {"data": data, "metadata": {}, "output_type": "display_data"}
 
 

@@ -26,6 +26,14 @@ class Table:
     name: int = 15
     left: int = 1
 
+    def __repr__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=100, color_system=None, force_jupyter=False)
+        with console.capture() as printed:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in printed.get().splitlines())
+
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{_lines(heading)}</th>" for heading in self.headings)
         body = "".join(

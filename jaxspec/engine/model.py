@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
@@ -91,6 +92,36 @@ class Model:
             f"<LanguageModel {self.name}: {self.config.num_layers} layers, {count} parameters, "
             f"{self.dtype}{held}, on {place(self.device, self.mesh)}>"
         )
+
+    def with_params(self, params: Params) -> Self:
+        """Returns the model with other parameters of the same shapes, such as those after a step of training.
+
+        It shares the compiled programs, the tokenizer and the loaded drafts. Kept prefixes and the acceptance that
+        `auto` has counted are those of the old parameters, so it starts without them.
+
+        Raises:
+          ValueError: the shapes or dtypes differ.
+
+        Examples:
+          >>> from jaxspec.testing import language_model, params
+          >>> lm = language_model()
+          >>> lm.with_params(params(seed=1)).generate("ab", max_new_tokens=4).tokens == lm.generate(
+          ...     "ab", max_new_tokens=4
+          ... ).tokens
+          False
+        """
+        given, own = (jax.eval_shape(lambda tree: tree, one) for one in (params, self.params))
+        if given != own:
+            raise ValueError(
+                "the parameters have other shapes or dtypes than the model's; load them as a model"
+            )
+        other = copy.copy(self)
+        other.params, other.autos = params, {}
+        other.loaded = LoadedModel(self.config, params, self.name, self.loaded.trained_for)
+        other.prefixes = None if self.prefixes is None else PrefixStore(self.prefixes.max_bytes)
+        for name in ("_learnt", "_exact_learnt"):
+            vars(other).pop(name, None)
+        return other
 
     @functools.cached_property
     def drafts(self) -> Drafts:

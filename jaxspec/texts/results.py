@@ -280,6 +280,14 @@ class Piece:
             return [(" ".join(str(token.id) for token in tokens), False)]
         return text.spans(tokens, self.result is not None)
 
+    def __repr__(self) -> str:
+        text = reprlib.repr("".join(part for part, _ in self.spans))
+        return (
+            f"<Piece {text}: {self.statistics.num_tokens} tokens so far>"
+            if self.result is None
+            else repr(self.result)
+        )
+
     def _repr_html_(self) -> str:
         """Returns the whole text so far for a notebook, as that of a `Result`."""
         return _html(self.spans, self.statistics, "…" if self.result is None else self.result.finish_reason)

@@ -209,6 +209,7 @@ def test_measurements_are_reported_as_they_come(monkeypatch):
     assert reports[-1].keys() == found.keys()
     assert [row[0] for row in table(reports[-1]).rows] == ["autoregressive", "ngram"]
     assert "<td>ngram</td>" in table(found)._repr_html_()
+    assert re.search(r"^ngram +\d+ ", repr(table(found)), re.MULTILINE)
 
 
 COMMAND = [

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec import testing
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.ngram_drafter import NGram
@@ -35,6 +36,26 @@ def test_a_row_with_its_own_seed_does_not_depend_on_its_place(lm):
     turned = lm.generate([[3, 4], [3, 4]], seed=[8, 7], **options)
     assert [row.tokens for row in both] == [row.tokens for row in turned[::-1]]
     assert both[0].tokens != both[1].tokens
+
+
+def test_a_step_of_training_compiles_nothing(tmp_path):
+    """With other parameters the texts are theirs, and what is kept of the old ones is not used."""
+    lm = jaxspec.LanguageModel(tiny.TARGET, tiny.params(), prefix_cache="1MB", name="old")
+    prompt, options = list(range(1, 10)) * 2, {"method": "layerskip", "exit_layer": 1, "max_new_tokens": 8}
+    lm.generate(prompt, **options)
+    count, other = lm.executables.num_compilations, testing.params(tiny.TARGET, seed=1)
+    new = lm.with_params(other)
+    fresh = jaxspec.LanguageModel(tiny.TARGET, other)
+    assert new.generate(prompt, **options).tokens == fresh.generate(prompt, **options).tokens
+    assert new.executables.num_compilations == count
+    assert (new.fingerprint, new.prefixes.max_bytes) == (fresh.fingerprint, lm.prefixes.max_bytes)
+    assert new.fingerprint != lm.fingerprint
+    assert (
+        lm.generate(prompt, **options).tokens == lm.with_params(lm.params).generate(prompt, **options).tokens
+    )
+    for wrong in ({"embed": other["embed"]}, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), other)):
+        with pytest.raises(ValueError, match="other shapes or dtypes"):
+            lm.with_params(wrong)
 
 
 def test_an_array_is_a_prompt(lm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -35,6 +36,8 @@ def test_a_piece_shows_the_whole_text_so_far(lm):
         assert "".join(part for part, _ in piece.spans) == text
     assert pieces[-1]._repr_html_() == pieces[-1].result._repr_html_()
     assert "<span" in pieces[-2]._repr_html_()
+    assert repr(pieces[-1]) == repr(pieces[-1].result)
+    assert re.fullmatch(r"<Piece '.+': \d+ tokens so far>", repr(pieces[-2]))
 
 
 def test_a_result_shows_its_accepted_drafts(lm):
