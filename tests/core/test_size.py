@@ -18,8 +18,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
-    ".": 980,
-    "cli": 700,
+    ".": 995,
+    "cli": 709,
     "console": 947,
     "costs": 250,
     "decoding": 520,
@@ -27,16 +27,16 @@ LINES = {
     "engine": 1280,
     "heads": 2405,
     "host": 700,
-    "io": 3450,
+    "io": 3453,
     "loading": 491,
     "measuring": 6430,
     "methods": 1500,
     "model": 1468,
     "programs": 1032,
-    "serving": 2290,
-    "session": 1182,
+    "serving": 2292,
+    "session": 1188,
     "testing": 610,
-    "texts": 685,
+    "texts": 698,
 }
 SLACK = 25
 MOST_METHODS, MOST_BRANCHES = 25, 20
