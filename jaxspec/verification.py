@@ -25,6 +25,8 @@ from jaxspec.protocol import Acceptance, Acceptor, Beside, Drafter, Proposal, Vi
 from jaxspec.sampling import Distribution, Greedy, is_finite, seed_key
 from jaxspec.tree_acceptance import reject, walk
 
+# The most of the likeliest tokens that are reported beside a token, as in OpenAI's API.
+MOST_TOP = 20
 # Takes an acceptor and the arguments of `Acceptor.accept`.
 Accept = Callable[..., Acceptance]
 
@@ -38,7 +40,7 @@ class Inputs(NamedTuple):
       view: the rows.
       proposal: the draft tokens within the budget, see `trimmed`.
       widths: compiled numbers of rows, rising, static; the last one is the number of nodes + 1.
-      log_probs: whether to report them, bool[]; None for never.
+      log_probs: the largest `Parts.log_probs`, int32[]; None for never.
     """
 
     config: LlamaConfig
@@ -50,7 +52,7 @@ class Inputs(NamedTuple):
     view: View
     proposal: Proposal
     widths: tuple[int, ...]
-    log_probs: bool | jax.Array | None
+    log_probs: jax.Array | None
 
 
 class Pass(NamedTuple):
@@ -76,7 +78,8 @@ class Verified(NamedTuple):
         `aux_hidden_states` are those of `Outcome`.
       acceptance: the accepted tokens.
       sound: int32[B], number of leading positions with finite logits; later tokens are invalid.
-      log_probs: float32[B, K + 1] of the accepted tokens and the next one under the unmodified logits, or None.
+      log_probs: float32[B, K + 1, 1 + 2N] of the accepted tokens and the next one under the unmodified logits, see
+        `report_of`; or None.
     """
 
     ran: Pass
@@ -231,16 +234,17 @@ def _verified(
 ) -> Verified:
     """Returns the result of a verification; `in_text_order` maps rows [B, R, ...] to positions [B, T, ...]."""
     length, log_probs = inputs.drafter.num_draft_tokens + 1, inputs.log_probs
+    finite = in_text_order(finite)
 
-    def reported() -> jax.Array:
-        tokens = text_of(inputs.view, drafts.tokens, acceptance)
-        return widened(log_probs_of(in_text_order(logits), tokens, inputs.config.exact), length)
+    def reported() -> tuple[jax.Array, jax.Array]:
+        return in_text_order(logits), text_of(inputs.view, drafts.tokens, acceptance)
 
     if log_probs is not None:
-        log_probs = either(log_probs, reported, lambda: jnp.zeros((len(logits), length), jnp.float32))
+        like = *finite.shape, logits.shape[-1]
+        log_probs = widened(report_of(log_probs, inputs.config.exact, like, reported), length)
     if (aux := ran.aux_hidden_states) is not None:
         ran = ran._replace(aux_hidden_states=widened(in_text_order(aux), length))
-    return Verified(ran, acceptance, _leading(in_text_order(finite)), log_probs)
+    return Verified(ran, acceptance, _leading(finite), log_probs)
 
 
 def _run_narrowest(inputs: Inputs, run: Callable[[int, KVCache], Verified]) -> Verified:
@@ -258,7 +262,8 @@ def _run_narrowest(inputs: Inputs, run: Callable[[int, KVCache], Verified]) -> V
         zeros(drafter.num_nodes + 1, drafter.num_top_tokens) if drafter.num_top_tokens else None,
     )
     nowhere = Acceptance(zeros(), zeros(), None if proposal.parents is None else zeros(length))
-    log_probs = None if inputs.log_probs is None else zeros(length, dtype=jnp.float32)
+    columns = report_size(inputs.config.vocab_size)
+    log_probs = None if inputs.log_probs is None else zeros(length, columns, dtype=jnp.float32)
     carry, needed = Verified(ran, nowhere, zeros(), log_probs), jnp.max(proposal.count) + 1
     return narrowest(inputs.widths, needed, lambda width, carry: run(width, carry.ran.cache), carry, "verify")
 
@@ -322,7 +327,7 @@ def text_of(view: View, drafts: jax.Array, acceptance: Acceptance) -> jax.Array:
 
 
 def log_probs_of(logits: jax.Array, tokens: jax.Array, exact: bool = False) -> jax.Array:
-    """Raw log-probabilities float32[B, T] of tokens [B, T] under logits [B, T, V]; `exact`: see `numerics.linear`."""
+    """Raw log-probabilities float32[B, T, C] of tokens [B, T, C] under logits [B, T, V]; `exact`: `numerics.linear`."""
     if exact:
         # The barriers keep XLA from fusing the sum: the kernel of a fused one depends on the number of rows.
         top = jax.lax.optimization_barrier(jnp.max(logits, axis=-1, keepdims=True))
@@ -330,7 +335,46 @@ def log_probs_of(logits: jax.Array, tokens: jax.Array, exact: bool = False) -> j
         normed = logits - top - jnp.log(total)
     else:
         normed = jax.nn.log_softmax(logits, axis=-1)
-    return jnp.take_along_axis(normed, tokens[..., None], axis=-1)[..., 0]
+    return jnp.take_along_axis(normed, tokens, axis=-1)
+
+
+def report_size(vocab_size: int) -> int:
+    """Returns 1 + 2N, the columns of `report_of`."""
+    return 1 + 2 * min(MOST_TOP, vocab_size)
+
+
+def report_of(
+    level: jax.Array,
+    exact: bool,
+    like: tuple[int, ...],
+    given: Callable[[], tuple[jax.Array, jax.Array]],
+) -> jax.Array:
+    """Returns the log-probabilities to report about tokens, float32[B, T, 1 + 2N].
+
+    The columns are the log-probability of the token, those of the N = min(20, V) likeliest tokens, falling, and the ids
+    of these, which float32 holds exactly.
+
+    Args:
+      level: int32[]; 0 leaves all columns 0, and 1 those of the likeliest tokens meaningless.
+      exact: see `numerics.linear`.
+      like: B, T and V.
+      given: returns logits [B, T, V] and tokens [B, T]; it runs only where they are reported.
+    """
+    *rows, vocab_size = like
+    shape = *rows, report_size(vocab_size)
+
+    def reported() -> jax.Array:
+        logits, tokens = given()
+        # Rows without a request for the likeliest tokens do not pay for them: a GPU sorts the vocabulary.
+        likeliest = either(
+            level > 1,
+            lambda: jax.lax.top_k(logits, shape[-1] // 2)[1],
+            lambda: jnp.zeros((*rows, shape[-1] // 2), jnp.int32),
+        )
+        log_probs = log_probs_of(logits, jnp.concatenate([tokens[..., None], likeliest], axis=-1), exact)
+        return jnp.concatenate([log_probs, likeliest.astype(jnp.float32)], axis=-1)
+
+    return either(level > 0, reported, lambda: jnp.zeros(shape, jnp.float32))
 
 
 def _leading(good: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import ACCEPTED, DIM, painted, printable, shows_colour, tell
 from jaxspec.host.progress import Progress, hidden
 from jaxspec.methods import Auto
+from jaxspec.texts.text import likeliest
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -35,13 +36,24 @@ class Generate(TextOptions):
       stream: print the text as it comes, or only once it is whole.
       n: number of texts, printed once all are whole.
       logprobs: also print the log-probability of each token.
+      top_logprobs: also print so many of the likeliest tokens, at most 20, with their log-probabilities.
     """
 
     method: str = method_field()
     stream: bool = True
     n: int = 1
     logprobs: bool = False
+    top_logprobs: int = 0
     drafting: Any = None
+
+    @property
+    def reports(self) -> bool:
+        """Whether log-probabilities are printed."""
+        return self.logprobs or self.top_logprobs > 0
+
+    def generation(self) -> dict[str, Any]:
+        """Returns the options of `TextOptions`, and those of log-probabilities."""
+        return super().generation() | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
 
     def run(self) -> int:
         """Generates; returns the exit status."""
@@ -50,7 +62,7 @@ class Generate(TextOptions):
         with Progress() as progress:
             progress("loading the model")
             lm = self.load()
-            pieces = lm.stream(prompt, method=method, n=self.n, logprobs=self.logprobs, **self.generation())
+            pieces = lm.stream(prompt, method=method, n=self.n, **self.generation())
             progress("starting")
             texts = [pieces] if self.n == 1 else _collected(pieces, self.n, progress)
             outputs = [_Output(self, prompt, lm, progress) for _ in texts]
@@ -171,14 +183,23 @@ class _Output:
             "drafted_by": None if self._result is None else self._result.drafted_by,
             "lossy": self._lossy,
             "statistics": _as_json(self.statistics),
-            **({"logprobs": [token.log_prob for token in self._tokens]} if self._options.logprobs else {}),
+            **({"logprobs": [token.log_prob for token in self._tokens]} if self._options.reports else {}),
+            **(
+                {"top_logprobs": list(map(self._likeliest, self._tokens))}
+                if self._options.top_logprobs
+                else {}
+            ),
         } | self._explanation()
 
+    def _likeliest(self, token: Token) -> list[dict[str, Any]]:
+        return likeliest(token, self._lm.tokenizer)
+
     def _log_probs(self) -> Iterator[str]:
-        """Yields a line with log-probability and text for each token, if these were requested."""
-        for token in self._tokens if self._options.logprobs else ():
+        """Yields a line with log-probability and text for each token, and the likeliest, if they were requested."""
+        for token in self._tokens if self._options.reports else ():
             text = token.id if self._lm.tokenizer is None else self._lm.tokenizer.decode([token.id])
-            yield f"{token.log_prob:9.4f}  {text!r}"
+            top = (f"{one['text'] or one['id']!r} {one['logprob']:.4f}" for one in self._likeliest(token))
+            yield "  ".join((f"{token.log_prob:9.4f}  {text!r}", *top))
 
     def _explanation(self) -> dict[str, Any]:
         """What was expected and chosen, where that was asked for."""

@@ -154,13 +154,9 @@ def end_prefill(
         lambda: parts.distribution.draw(fold_in(request.keys, request.length), judged)[0],
         lambda: jnp.argmax(judged, axis=-1).astype(jnp.int32),
     )
-    reported = None
-    if parts.log_probs is not None:
-        reported = either(
-            parts.reports,
-            lambda: verification.log_probs_of(logits[:, None], token[:, None], config.exact),
-            lambda: jnp.zeros((batch, 1), jnp.float32),
-        )
+    if (reported := parts.reports) is not None:
+        like, given = (batch, 1, logits.shape[-1]), lambda: (logits[:, None], token[:, None])
+        reported = verification.report_of(reported, config.exact, like, given)
     count = sound.astype(jnp.int32)
     length = request.length + count
     done = ~sound | is_eos(token[:, None], request.eos_ids)[:, 0] | (length >= request.limit)

@@ -43,7 +43,8 @@ def run_rounds(
     batch, width = state.length.shape[0], parts.drafter.num_draft_tokens + 1
     first = state.length
     drafted, proposed = jnp.zeros((batch, window), bool), jnp.zeros((batch, window), jnp.int32)
-    reported_log_probs = None if parts.log_probs is None else jnp.zeros((batch, window), jnp.float32)
+    shape = batch, window, verification.report_size(config.vocab_size)
+    reported_log_probs = None if parts.log_probs is None else jnp.zeros(shape, jnp.float32)
 
     def more(carry: tuple[Any, ...]) -> Any:
         rounds, state, *_ = carry
@@ -91,7 +92,7 @@ def decode_round(
 
     Returns:
       The state; the outcome, with the committed tokens; and their log-probabilities under the target's unfiltered
-      distribution, float32[B, K + 1], or None if `parts.log_probs` is None.
+      distribution, float32[B, K + 1, 1 + 2N], or None if `parts.log_probs` is None; see `verification.report_of`.
     """
     live = ~state.done
     # The settings of finished rows must not cost the others time.
@@ -121,7 +122,7 @@ def decode_round(
         return _of_places(state, depth) if by_place else fold_in(keys, 1)
 
     view = dataclasses.replace(view, cache=cache)
-    widths, reports = parts.verify_widths, None if parts.log_probs is None else parts.reports
+    widths, reports = parts.verify_widths, parts.reports
     inputs = verification.Inputs(
         config, params, drafter, parts.acceptor, parts.distribution, own, view, proposal, widths, reports
     )

@@ -26,7 +26,8 @@ class Parts:
         `model.control.narrowest` compiles only that width, so that the others are not traced.
       longest: int32 scalar, the largest number of draft tokens if it changes between calls; None for always K.
       penalties: changes of the target's logits that depend on the text before a position; None for none.
-      log_probs: bool[B], the rows whose log-probabilities are reported; None for none.
+      log_probs: int32[B], 1 for the rows whose tokens have reported log-probabilities, 2 for those that report the
+        likeliest tokens too, and 0 for the others; None for no row.
       kinds: the classes of the parts, see `protocol.kinds_of`; always set here.
     """
 
@@ -44,15 +45,15 @@ class Parts:
 
     def of(self, live: jax.Array) -> Parts:
         """Returns the parts with which rows that are not live, bool[B], are greedy and report nothing."""
-        log_probs = None if self.log_probs is None else self.log_probs & live
+        log_probs = None if self.log_probs is None else self.log_probs * live
         penalties = None if self.penalties is None else self.penalties.of(live)
         distribution = self.distribution.of(live)
         return dataclasses.replace(self, distribution=distribution, penalties=penalties, log_probs=log_probs)
 
     @property
-    def reports(self) -> bool | jax.Array:
-        """Whether some row reports log-probabilities; a Python bool if that is static."""
-        return False if self.log_probs is None else jnp.any(self.log_probs)
+    def reports(self) -> jax.Array | None:
+        """The largest of `log_probs`, int32[]; None if that is None."""
+        return None if self.log_probs is None else jnp.max(self.log_probs)
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
@@ -160,8 +161,8 @@ class Emitted:
       count: int32[B], the number of valid tokens.
       drafted: bool[B, W], whether a token was an accepted draft.
       proposed: int32[B, W], the number of draft tokens that were verified in the token's round.
-      log_probs: float32[B, W] under the target's unfiltered distribution at temperature 1, meaningless in rows that do
-        not report them; or None.
+      log_probs: float32[B, W, 1 + 2N] under the target's unfiltered distribution at temperature 1, see
+        `verification.report_of`; meaningless in rows that do not report them; or None.
       length: int32[B], committed tokens, prompt included.
       done, broken: bool[B], as in `DecodeState`.
       stats: counts since each row's prefill.
@@ -230,8 +231,8 @@ def resize(state: DecodeState, batch: int) -> DecodeState:
 
 
 def put_rows(buffer: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns buffer [B, N] with values[b, :count[b]] written at buffer[b, start[b]:]."""
-    batch, width = values.shape
+    """Returns buffer [B, N, ...] with values[b, :count[b]] written at buffer[b, start[b]:]."""
+    batch, width = values.shape[:2]
     offset = jnp.arange(width)[None]
     columns = jnp.where(offset < count[:, None], start[:, None] + offset, buffer.shape[1])
     return buffer.at[jnp.arange(batch)[:, None], columns].set(values, mode="drop")

@@ -51,7 +51,8 @@ def score(
         def compute(scores: Scores) -> Scores:
             logits = llama.logits(config, params, hidden)
             top = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            new = log_probs_of(logits, following), top, log_probs_of(logits, top)
+            both = log_probs_of(logits, jnp.stack([following, top], axis=-1))
+            new = both[..., 0], top, both[..., 1]
             log_probs, top_tokens, top_log_probs = (
                 put_rows(old, values, begin + 1, count) for old, values in zip(scores, new, strict=True)
             )

@@ -61,6 +61,7 @@ class Keywords(TypedDict, total=False):
     stop_token_ids: Integers
     ignore_eos: bool
     logprobs: bool
+    top_logprobs: int
     chat: bool
     chat_template_kwargs: Mapping[str, Any] | None
     max_batch: int

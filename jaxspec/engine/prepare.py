@@ -36,6 +36,7 @@ from jaxspec.texts.requests import (
     warn_of_no_effect,
 )
 from jaxspec.texts.results import Piece
+from jaxspec.verification import MOST_TOP
 
 # The most rounds between two host polls: of a stream, and of a text whose pieces nobody reads.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
@@ -112,7 +113,10 @@ class Preparation:
           The requests, their stops, and whether there is a single prompt.
         """
         ignore_eos = flag("ignore_eos", options.ignore_eos)
-        log_probs = flag("logprobs", options.logprobs)
+        num_top = whole("top_logprobs", options.top_logprobs)
+        if not 0 <= num_top <= MOST_TOP:
+            raise ValueError(f"top_logprobs is {num_top}; give a number from 0 to {MOST_TOP}")
+        log_probs = num_top if flag("logprobs", options.logprobs) or num_top else -1
         if flag("exact", options.exact):
             self.model.check_exact()
         chat = flag("chat", options.chat)

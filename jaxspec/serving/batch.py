@@ -18,7 +18,6 @@ from jaxspec.serving.openai import (
     BadField,
     Part,
     Responses,
-    TokenScore,
     bad_field,
     error_of,
     finish_reason,
@@ -27,6 +26,7 @@ from jaxspec.serving.openai import (
 )
 from jaxspec.serving.translation import Prompts, encoded, rows_of, used
 from jaxspec.texts.results import Result
+from jaxspec.texts.text import TokenText, likeliest
 
 if TYPE_CHECKING:
     from jaxspec.engine.drafters import AnyMethod
@@ -291,6 +291,8 @@ class Batch:
             record["tokens"] = result.tokens
         if result.token_records[0].log_prob is not None:
             record["logprobs"] = [token.log_prob for token in result.token_records]
+        if result.token_records[0].top:
+            record["top_logprobs"] = [likeliest(one, self._lm.tokenizer) for one in result.token_records]
         return record | {
             "finish_reason": result.finish_reason,
             "num_prompt_tokens": result.statistics.num_prompt_tokens,
@@ -302,7 +304,7 @@ class Batch:
         assert request is not None
         parts = []
         for index, result in enumerate(found):
-            tokens: list[TokenScore] = []
+            tokens: list[TokenText] = []
             if request.logprobs:
                 texts = None if result.new_text is None else result.new_text().by_token()
                 if texts is not None:

@@ -9,11 +9,12 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from jaxspec.host.arguments import flag, listed, real, whole
+from jaxspec.host.arguments import flag, listed, whole
 from jaxspec.host.messages import fitted, nearest, shown
-from jaxspec.sampling import is_greedy
+from jaxspec.texts.text import TokenText
+from jaxspec.verification import MOST_TOP
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Token budgets of requests without `max_tokens`: OpenAI's for completions, that of `jaxspec chat` for chats.
@@ -25,7 +26,10 @@ _SAME = (
 )
 _SHARED = (
     *(*_SAME, "model", "method", "stop", "stop_token_ids", "max_tokens", "min_tokens"),
-    *("stream", "stream_options", "logprobs", "user"),
+    *("stream", "stream_options", "logprobs"),
+    # These do not change a text here.
+    *("user", "metadata", "store", "reasoning_effort", "verbosity", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prediction", "request_id", "priority", "cache_prompt"),
 )
 _FIELDS = {
     COMPLETIONS: (*_SHARED, "prompt", "echo"),
@@ -44,17 +48,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
     "web_search_options": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "metadata": ({},),
     "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
-# With these, the generated token may differ from the most likely one.
-_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos")
 _MAX_STOPS, _MAX_COPIES = 16, 128
 _PYTHON = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompts": "prompt"}
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
@@ -91,7 +92,6 @@ class ApiRequest:
       include_usage: whether the stream ends with a chunk that has the usage.
       echo: whether each text begins with its prompt.
       logprobs: whether the response has log-probabilities.
-      top_logprobs: how many most likely tokens it has for each token, 0 or 1.
     """
 
     url: str
@@ -106,7 +106,6 @@ class ApiRequest:
     include_usage: bool = False
     echo: bool = False
     logprobs: bool = False
-    top_logprobs: int = 0
 
     @property
     def is_chat(self) -> bool:
@@ -154,19 +153,16 @@ def request_of(url: str, body: Any) -> ApiRequest:
         if listed(given.get(name)) is not None or isinstance(given.get(name), Mapping):
             raise BadField(f"{name} is {shown(given[name])}; give one value", name)
     chat = url == CHAT
-    logprobs, top_logprobs = _log_probs(given, chat)
     options = {name: given[name] for name in _SAME if name in given and name != "n"}
     if options.get("top_k") == -1:  # vLLM's value for all tokens
         options["top_k"] = 0
     if "seed" in given:
         options["seed"] = _seed(given["seed"])
-    options |= _budget(given) | _stops(given)
     echo = _checked("echo", flag, given.get("echo", False))
+    options |= _budget(given) | _stops(given) | _log_probs(given, chat, echo)
     if options.get("max_new_tokens") == 0 and not chat and not echo:
         raise BadField("max_tokens is 0; give at least 1, or echo: true for the prompt alone", "max_tokens")
     method, method_options = _method(given.get("method"))
-    if logprobs:
-        options["logprobs"] = True
     if "chat_template_kwargs" in given:
         options["chat_template_kwargs"] = _typed(given, "chat_template_kwargs", Mapping, "a JSON object")
     copies = _checked("n", whole, given.get("n", 1))
@@ -185,8 +181,7 @@ def request_of(url: str, body: Any) -> ApiRequest:
         stream,
         _include_usage(given.get("stream_options"), stream),
         echo,
-        logprobs,
-        top_logprobs,
+        "logprobs" in options,
     )
 
 
@@ -309,29 +304,18 @@ def _include_usage(options: Any, stream: bool) -> bool:
     return bool(_checked("stream_options", flag, options.get("include_usage", False)))
 
 
-def _log_probs(given: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
-    """Returns whether log-probabilities are requested, and the number of most likely tokens."""
+def _log_probs(given: Mapping[str, Any], chat: bool, echo: bool) -> dict[str, Any]:
+    """Returns the options of log-probabilities, if they are requested."""
     name = "top_logprobs" if chat else "logprobs"
-    if chat:
-        requested = _checked("logprobs", flag, given.get("logprobs", False))
-        if name in given and not requested:
-            raise BadField("top_logprobs needs logprobs: true", name)
-    else:
-        requested = name in given
-    count = _checked(name, whole, given.get(name, 0)) if requested else 0
-    if count not in (0, 1):
-        raise BadField(
-            f"{name} is {count}; only the tokens of the text have log-probabilities: give 0 or 1", name
-        )
-    temperature = given.get("temperature")
-    greedy = temperature is not None and is_greedy(_checked("temperature", real, temperature))
-    if count and (not greedy or any(one in given for one in _CHANGES)):
-        raise BadField(
-            f"{name} is 1, and only greedy text has the most likely tokens: give temperature 0, and neither penalties "
-            f"nor min_tokens nor ignore_eos; or give {name} 0",
-            name,
-        )
-    return requested, count
+    requested = _checked("logprobs", flag, given.get("logprobs", False)) if chat else name in given
+    if name in given and not requested:
+        raise BadField("top_logprobs needs logprobs: true", name)
+    count = _checked(name, whole, given.get(name, 0))
+    most = 1 if echo else MOST_TOP
+    if not 0 <= count <= most:
+        why = "; with echo, only the likeliest token is reported" if echo else ""
+        raise BadField(f"{name} is {count}{why}; give a number from 0 to {most}", name)
+    return {"logprobs": True, "top_logprobs": count} if requested else {}
 
 
 def bad_field(error: ValueError, request: ApiRequest) -> BadField:
@@ -364,24 +348,6 @@ def error_of(message: str, kind: str, param: str | None = None, code: str | None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class TokenScore(NamedTuple):
-    """The log-probability of one token of a text.
-
-    Attributes:
-      text: the text that the token completes; "" for the first bytes of a character.
-      log_prob: None for the first token of a prompt.
-      offset: the number of characters of the choice before the text.
-      top: text and log-probability of the most likely token, if that is another one.
-      raw: the token's own bytes.
-    """
-
-    text: str
-    log_prob: float | None
-    offset: int = 0
-    top: tuple[str, float] | None = None
-    raw: bytes = b""
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """New text of one choice.
@@ -395,7 +361,7 @@ class Part:
 
     index: int
     text: str = ""
-    tokens: Sequence[TokenScore] = ()
+    tokens: Sequence[TokenText] = ()
     finish_reason: str | None = None
 
 
@@ -425,19 +391,17 @@ def joined(parts: Iterable[Part]) -> Part:
     )
 
 
-def scored(tokens: Iterable[tuple[str, float | None, bytes]], offset: int) -> list[TokenScore]:
-    """Returns the text, the log-probability and the bytes of each token with its offset.
-
-    `offset`: the number of characters of the choice before the first.
+def scored(tokens: Iterable[TokenText], offset: int) -> list[TokenText]:
+    """Returns tokens with their offsets; `offset`: the number of characters of the choice before the first.
 
     Examples:
-      >>> [token.offset for token in scored([("ab", -1.0, b"ab"), ("c", -2.0, b"c")], 3)]
+      >>> [token.offset for token in scored([TokenText("ab", -1.0), TokenText("c", -2.0)], 3)]
       [3, 5]
     """
     found = []
-    for text, log_prob, raw in tokens:
-        found.append(TokenScore(text, log_prob, offset, raw=raw))
-        offset += len(text)
+    for token in tokens:
+        found.append(token._replace(offset=offset))
+        offset += len(token.text)
     return found
 
 
@@ -543,22 +507,22 @@ class Responses:
         }
 
     def _chat_log_probs(self, part: Part) -> dict[str, Any]:
-        content: list[dict[str, Any]] = []
-        for token in part.tokens:
-            own = {"token": token.text, "logprob": _finite(token.log_prob), "bytes": list(token.raw)}
-            content.append(own | {"top_logprobs": [own] * self.request.top_logprobs})
+        def shown(token: TokenText) -> dict[str, Any]:
+            return {"token": token.text, "logprob": _finite(token.log_prob), "bytes": list(token.raw)}
+
+        content = [shown(token) | {"top_logprobs": list(map(shown, token.top))} for token in part.tokens]
         return {"content": content, "refusal": None}
 
 
-def _top(token: TokenScore) -> dict[str, float | None] | None:
-    """Returns the token itself and the most likely one; None for the first token of a prompt."""
+def _top(token: TokenText) -> dict[str, float | None] | None:
+    """Returns the token itself and the likeliest ones; None for the first token of a prompt."""
     if token.log_prob is None:
         return None
     found = {token.text: _finite(token.log_prob)}
-    if token.top is not None:
-        text, number = token.top
-        # Tokens that are parts of characters may have the same text.
-        found[text if text != token.text else f"{text} (the most likely token)"] = _finite(number)
+    for text, number, *_ in token.top:
+        # A token that completes a character may have the text of another one.
+        other = text in found and _finite(number) != found[text]
+        found[f"{text} (another token)" if other else text] = _finite(number)
     return found
 
 

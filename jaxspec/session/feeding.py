@@ -145,7 +145,7 @@ class Feeding:
 
     def parts(self, requests: Sequence[RowRequest]) -> Parts:
         """Returns the settings of the loop for these requests, a row each."""
-        reported = np.array([request.log_probs for request in requests])
+        reported = np.array([min(one.log_probs + 1, 2) for one in requests], np.int32)
         distribution, penalties, log_probs = self._loop.put(
             (distribution_of(requests), self._shapes.penalties(requests), reported)
         )

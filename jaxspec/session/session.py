@@ -488,14 +488,26 @@ class Session:
         return updates
 
 
-def _tokens_of(host: Emitted, row: int, reported: bool) -> list[Token]:
-    """Returns the new tokens of a row; `host`: on the host; `reported`: with their log-probabilities."""
+def _tokens_of(host: Emitted, row: int, num_top: int) -> list[Token]:
+    """Returns the new tokens of a row.
+
+    Args:
+      host: on the host.
+      row: the row.
+      num_top: see `RowRequest.log_probs`.
+    """
     count = int(host.count[row])
     drafted = host.drafted[row, :count]
     # Each round ends with a token that was not drafted, except perhaps the last round of a text. Therefore rounds are
     # numbered backwards from the last token.
     ends = np.cumsum(~drafted[::-1])[::-1]
     rounds = host.stats.num_rounds[row] - (ends - ends[-1:])
-    log_probs = host.log_probs[row, :count].tolist() if reported else [None] * count  # type: ignore[index]
-    columns = host.tokens[row, :count], drafted, host.proposed[row, :count], rounds
-    return [Token(*one) for one in zip(*(column.tolist() for column in columns), log_probs, strict=True)]
+    columns = [
+        one.tolist() for one in (host.tokens[row, :count], drafted, host.proposed[row, :count], rounds)
+    ]
+    if num_top >= 0 and host.log_probs is not None:
+        report = host.log_probs[row, :count]
+        own, top, ids = np.split(report, [1, 1 + report.shape[1] // 2], axis=1)
+        likeliest = zip(ids.astype(int).tolist(), top.tolist(), strict=True)
+        columns += [own[:, 0].tolist(), [tuple(zip(*one, strict=True))[:num_top] for one in likeliest]]
+    return [Token(*one) for one in zip(*columns, strict=True)]

@@ -91,7 +91,7 @@ class Loop:
         return ended
 
     def _parts(self, batch: int, log_probs: bool) -> Parts:
-        return dataclasses.replace(self.parts, log_probs=jnp.ones(batch, bool) if log_probs else None)
+        return dataclasses.replace(self.parts, log_probs=jnp.full(batch, 2) if log_probs else None)
 
     def texts(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[list[int]]:
         """Returns the tokens that each row generates."""

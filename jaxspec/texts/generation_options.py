@@ -51,6 +51,8 @@ class GenerationOptions:
         `eos_token_id`s of config.json and generation_config.json together; transformers uses only the latter.
       logprobs: whether to report each token's log-probability under the model's own distribution, without temperature,
         filters and penalties.
+      top_logprobs: the number of likeliest tokens, up to 20, that are reported beside each token under the same
+        distribution, see `Token.top`. With more than 0, `logprobs` need not be given.
       chat: whether each prompt is a user's message, to which the chat template is applied.
       chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` for Qwen3.
       max_batch: the maximum number of prompts decoded at once. Each other prompt starts when a row becomes free.
@@ -78,6 +80,7 @@ class GenerationOptions:
     stop_token_ids: Integers = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
     chat: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
     max_batch: int = 8

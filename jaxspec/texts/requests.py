@@ -49,7 +49,8 @@ class RowRequest:
         greedy (`sampling.is_greedy`) becomes 0.
       repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
       rules: the bans of the model's generation_config.json.
-      log_probs: whether its log-probabilities are reported.
+      log_probs: the number of likeliest tokens that are reported beside the log-probability of each token; −1 for no
+        report.
       seed: the seed of its random numbers.
       stream: distinguishes requests with the same seed, which otherwise draw the same random numbers.
       start: the first tokens of the prompt that are not fed, because caches hold them already.
@@ -70,7 +71,7 @@ class RowRequest:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     rules: Rules = NO_RULES
-    log_probs: bool = False
+    log_probs: int = -1
     seed: int = 0
     stream: int = 0
     start: int = 0
@@ -334,7 +335,7 @@ def requests_of(
     copies: int = 1,
     stop_ids: Sequence[int] = (),
     rules: Rules = NO_RULES,
-    log_probs: bool = False,
+    log_probs: int = -1,
     name: str = "prompts",
 ) -> list[RowRequest]:
     """Returns `copies` requests per prompt, those of a prompt beside each other.
@@ -349,7 +350,7 @@ def requests_of(
         given.
       stop_ids: as in `Stops`.
       rules: the bans of the model's generation_config.json.
-      log_probs: `logprobs` of `LanguageModel.generate`.
+      log_probs: as in `RowRequest`.
       name: the name of the argument with the prompts, for errors.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxspec.io.tokenizers.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 
@@ -19,6 +19,7 @@ class Token(NamedTuple):
       round: the number of its round, from 1; 0 for the first token, which comes from the prefill.
       log_prob: its log-probability under the model's raw distribution (temperature 1, no filter); None if not
         requested.
+      top: the ids of the likeliest tokens in its place, as many as were requested, each with its log-probability.
 
     Examples:
       >>> Token(7, drafted=True, proposed=3, round=1).drafted
@@ -30,6 +31,15 @@ class Token(NamedTuple):
     proposed: int = 0
     round: int = 0
     log_prob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def likeliest(token: Token, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """Returns `token.top` as JSON objects with `id`, `text` (see `Tokenizer.alone`; None without one) and `logprob`."""
+    return [
+        {"id": id, "text": tokenizer and tokenizer.alone(id)[0], "logprob": number}
+        for id, number in token.top
+    ]
 
 
 class StopStrings:
@@ -147,20 +157,24 @@ class TokenText(NamedTuple):
 
     Attributes:
       text: the text that the token completes; "" for the first bytes of a character.
-      log_prob: see `Token`.
+      log_prob: see `Token`; None for the first token of a prompt.
       raw: the bytes of the token.
+      top: the likeliest tokens in its place. Their texts are those of `Tokenizer.alone`, except that of this token.
+      offset: the number of characters before the text.
     """
 
     text: str
     log_prob: float | None
-    raw: bytes
+    raw: bytes = b""
+    top: tuple[TokenText, ...] = ()
+    offset: int = 0
 
 
 class _Waiting(NamedTuple):
     """A token whose text is not certain yet, because it may belong to a stop string."""
 
     text: str
-    log_prob: float | None
+    token: Token
     raw: bytes
     num_held: int  # the characters at its end that a later token completes
     num_open: int  # the bytes of them
@@ -195,9 +209,9 @@ class TokenTexts:
             if end.num_held:  # the last token that has text
                 self._waiting[at] = end._replace(text=end.text + rest, num_held=0, num_open=0)
                 break
-        found = []
+        found, alone = [], self._detokenizer.tokenizer.alone
         while self._waiting:
-            own, log_prob, raw, num_held, num_open = self._waiting[0]
+            own, token, raw, num_held, num_open = self._waiting[0]
             # A token that begins a character waits for its end.
             if not last and len(own) + min(num_held, 1) > self._room:
                 break
@@ -206,18 +220,25 @@ class TokenTexts:
             self._room -= len(own) - len(cut)
             if cut or (num_held and not self._room):
                 raw = raw[: max(len(raw) - len(cut.encode()) - num_open, 0)]
-            found.append(TokenText(own.removesuffix(cut), log_prob, raw))
+            written = TokenText(own.removesuffix(cut), token.log_prob, raw)
+            top = (
+                written._replace(log_prob=number)
+                if id == token.id
+                else TokenText(alone(id)[0], number, alone(id)[1])
+                for id, number in token.top
+            )
+            found.append(written._replace(top=tuple(top)))
         return found
 
     def _waiting_token(self, token: Token) -> _Waiting:
         if token.id in self._silent:
-            return _Waiting("", token.log_prob, b"", 0, 0)
+            return _Waiting("", token, b"", 0, 0)
         before = self._detokenizer.num_held
         text = self._detokenizer.push([token.id])
         part = self._detokenizer.tokenizer.part(token.id)
         # Bytes before this token that form no character are those of other tokens.
         raw = part or text.removeprefix(REPLACEMENT * before).encode()
-        return _Waiting(text, token.log_prob, raw, self._detokenizer.num_held, self._detokenizer.num_open)
+        return _Waiting(text, token, raw, self._detokenizer.num_held, self._detokenizer.num_open)
 
 
 def row_text(

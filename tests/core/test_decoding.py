@@ -144,7 +144,7 @@ def test_what_is_committed_and_counted(wrong, count, budgets, eos):
             assert getattr(state.stats, name)[row] == getattr(expected, name), name
         assert state.stats.acceptance_histogram[row].tolist() == expected.acceptance_histogram
         assert emitted.drafted[row, :size].sum() == expected.num_accepted_tokens
-        reported = [float(first.log_probs[row, 0]), *emitted.log_probs[row, :size].tolist()]
+        reported = [float(first.log_probs[row, 0, 0]), *emitted.log_probs[row, :size, 0].tolist()]
         np.testing.assert_allclose(reported, distributions_of(row)[: len(found)], atol=1e-4)
 
 
@@ -226,7 +226,7 @@ def test_a_round_runs_only_if_it_fits():
     for row, found in enumerate(tiny.generated(larger, PROMPTS)):
         assert found == tiny.greedy(PROMPTS[row], len(found))
         expected = tiny.log_probs(PROMPTS[row], found)[-6:]
-        np.testing.assert_allclose(emitted.log_probs[row, :6], expected, atol=1e-4)
+        np.testing.assert_allclose(emitted.log_probs[row, :6, 0], expected, atol=1e-4)
 
 
 def test_prompt_and_budget_may_fill_the_capacity():
@@ -291,7 +291,7 @@ def test_insert_into_a_running_batch():
     for row, prompt in enumerate([PROMPTS[1], *rows[1:]]):
         count = int(emitted.count[row])
         expected = tiny.log_probs(prompt, found[row])[-count:] if count else []
-        np.testing.assert_allclose(emitted.log_probs[row, :count], expected, atol=1e-4)
+        np.testing.assert_allclose(emitted.log_probs[row, :count, 0], expected, atol=1e-4)
     assert found == [
         tiny.greedy(PROMPTS[1], 11),
         tiny.greedy(PROMPTS[2], LONGEST),

@@ -232,7 +232,8 @@ def test_log_probabilities_do_not_depend_on_the_pass():
         def body(carry):
             number, x, _ = carry
             logits = linear(x, weight, exact=True)
-            return number + 1, x, log_probs_of(logits, jnp.argmax(logits, axis=-1), exact=True)
+            best = jnp.argmax(logits, axis=-1, keepdims=True)
+            return number + 1, x, log_probs_of(logits, best, exact=True)[..., 0]
 
         carry = (jnp.int32(0), x, jnp.zeros(x.shape[:2]))
         return jax.lax.while_loop(lambda carry: carry[0] < 1, body, carry)[2]
@@ -255,11 +256,11 @@ def loop_in(form, drafter):
 
 
 def texts_and_bits(loop, prompts, budgets):
-    """Returns the tokens that each row generates and their log-probabilities."""
+    """Returns the tokens that each row generates and their log-probabilities, with those of the likeliest tokens."""
     begun, first = loop.begin(prompts, budgets, log_probs=True)
     state, rest = loop.go_on(begun, log_probs=True)
     numbers = [
-        [*np.asarray(first.log_probs)[row, : first.count[row]], *np.asarray(rest.log_probs)[row, :count]]
+        [*first.log_probs[row, : first.count[row]].tolist(), *rest.log_probs[row, :count].tolist()]
         for row, count in enumerate(np.asarray(rest.count))
     ]
     return list(zip(tiny.generated(state, prompts), numbers, strict=True))

@@ -254,7 +254,7 @@ def test_what_is_committed_and_counted(seed, kind, eos):
         found = tiny.generated(state, PROMPTS)[row]
         assert found == expected.pop("tokens")
         assert {name: getattr(state.stats, name)[row].tolist() for name in expected} == expected
-        reported = [float(first.log_probs[row, 0]), *emitted.log_probs[row, : len(found) - 1].tolist()]
+        reported = [float(first.log_probs[row, 0, 0]), *emitted.log_probs[row, : len(found) - 1, 0].tolist()]
         np.testing.assert_allclose(reported, tiny.log_probs(prompt, found), atol=1e-4)
 
 

@@ -322,9 +322,19 @@ def test_prompt_and_budget_may_fill_the_context():
 @pytest.mark.representatives("ngram", "draft-model", "s2d")
 @each_method
 def test_log_probs_are_the_targets(lm, method):
-    budget = 10
-    row = generate(lm, PROMPTS[:1], method, max_new_tokens=budget, ignore_eos=True, logprobs=True)[0]
+    """Those of each token and of the likeliest ones, whatever the sampling; rows report as many as they ask for."""
+    options = {"max_new_tokens": 10, "ignore_eos": True, "temperature": 0.7, "top_k": 3}
+    row = generate(lm, PROMPTS[:1], method, top_logprobs=5, repetition_penalty=1.2, **options)[0]
     np.testing.assert_allclose(log_probs(row), tiny.log_probs(PROMPTS[0], row.tokens), atol=1e-4)
+    for place, token in enumerate(row.token_records):
+        text = [*row.tokens[:place], 0]
+        every = np.array(
+            [tiny.log_probs(PROMPTS[0], [*text[:-1], other])[-1] for other in range(tiny.TARGET.vocab_size)]
+        )
+        assert len(token.top) == 5
+        for id, number in token.top:
+            assert number == pytest.approx(every[id], abs=1e-4)
+        np.testing.assert_allclose([number for _, number in token.top], np.sort(every)[:-6:-1], atol=1e-4)
 
 
 # Randomness

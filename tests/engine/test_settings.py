@@ -103,7 +103,7 @@ def test_ordinary_requests_share_their_programs(method):
 def test_rare_requests_have_programs_of_their_own():
     plain = RowRequest((1,), 4, (2,))
     ordinary = dataclasses.replace(
-        plain, eos_ids=tuple(range(8)), rules=Rules(min_length=9), temperature=1.0, top_k=3, log_probs=True
+        plain, eos_ids=tuple(range(8)), rules=Rules(min_length=9), temperature=1.0, top_k=3, log_probs=3
     )
     assert Shapes.of([plain]) == Shapes.of([ordinary]) == Shapes()
     for rare in ({"eos_ids": tuple(range(9))}, {"rules": Rules((), (), ((3, 4),))}):

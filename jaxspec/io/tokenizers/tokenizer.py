@@ -160,6 +160,7 @@ class Tokenizer:
         """Wraps a tokenizer of transformers or a `FileTokenizer`."""
         self._loaded = loaded
         self._parts: dict[int, bytes | None] = {}
+        self._alone: dict[int, tuple[str, bytes]] = {}
         self._skipped = frozenset(loaded.all_special_ids) | {
             index for index, token in loaded.added_tokens_decoder.items() if token.special
         }
@@ -359,6 +360,18 @@ class Tokenizer:
         if index not in self._parts:
             self._parts[index] = self._read_part(index)
         return self._parts[index]
+
+    def alone(self, index: int) -> tuple[str, bytes]:
+        """Returns the text of a token inside a text, also of a special one, and its bytes.
+
+        The text of a part of a character shows its bytes as OpenAI's API does, such as `bytes:\\xe2\\x96`.
+        """
+        if index not in self._alone:
+            text = self.stream([index]).push([index]) or self.decode([index], special=True)
+            raw = self.part(index) or text.encode()
+            letters = "".join(f"\\x{byte:02x}" for byte in raw)
+            self._alone[index] = f"bytes:{letters}" if self.part(index) else text, raw
+        return self._alone[index]
 
     def _read_part(self, index: int) -> bytes | None:
         if index in self._byte_of:

@@ -262,7 +262,9 @@ def make(
         one_width=platform != "cpu",
     )
     if every_option:
-        parts = dataclasses.replace(parts, penalties=shapes.penalties(rows), log_probs=jnp.zeros(batch, bool))
+        parts = dataclasses.replace(
+            parts, penalties=shapes.penalties(rows), log_probs=jnp.zeros(batch, jnp.int32)
+        )
 
     def asked() -> Request:
         zeros, ends = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, shapes.num_eos), jnp.int32)

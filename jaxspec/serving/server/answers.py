@@ -12,11 +12,11 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
 from jaxspec.methods import Method, registry
-from jaxspec.serving.openai import ApiRequest, BadField, Part, TokenScore, finish_reason, scored
+from jaxspec.serving.openai import ApiRequest, BadField, Part, finish_reason, scored
 from jaxspec.serving.server.engine_thread import Job, News, Unavailable
 from jaxspec.serving.translation import Prompts, used
 from jaxspec.texts.results import Score
-from jaxspec.texts.text import TokenTexts
+from jaxspec.texts.text import TokenText, TokenTexts
 
 
 def method_of(request: ApiRequest, default: Method, allowed: Sequence[Method] | None = None) -> Method:
@@ -84,7 +84,7 @@ def scores_of(lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> list[Score
     return [next(found) if len(ids) > 1 else Score([], [], [], []) for ids in prompts]
 
 
-def scored_tokens(lm: LanguageModel, prompt: str, ids: Sequence[int], score: Score) -> list[TokenScore]:
+def scored_tokens(lm: LanguageModel, prompt: str, ids: Sequence[int], score: Score) -> list[TokenText]:
     """Returns the tokens of a prompt with their log-probabilities and the most likely tokens in their places.
 
     The text of a special token is empty, unless the prompt has it in its place.
@@ -100,14 +100,13 @@ def scored_tokens(lm: LanguageModel, prompt: str, ids: Sequence[int], score: Sco
         texts.append(text)
         at += len(text)
     texts[-1] += stream.flush()
-    tokens = scored(
-        ((text, number, b"") for text, number in zip(texts, [None, *score.log_probs], strict=True)), 0
-    )
+    tokens = scored(map(TokenText, texts, [None, *score.log_probs]), 0)
     for place, (token, top, number) in enumerate(
         zip(score.tokens, score.top_tokens, score.top_log_probs, strict=True), 1
     ):
         if top != token:
-            tokens[place] = tokens[place]._replace(top=(lm.tokenizer.decode([top]), number))
+            likeliest = TokenText(lm.tokenizer.alone(top)[0], number)
+            tokens[place] = tokens[place]._replace(top=(likeliest,))
     return tokens
 
 
@@ -133,7 +132,7 @@ class Answer:
 
     def _echoed(self) -> list[Part]:
         """Returns the prompts."""
-        scores: Sequence[Sequence[TokenScore]] = [()] * len(self._prompts.ids)
+        scores: Sequence[Sequence[TokenText]] = [()] * len(self._prompts.ids)
         if self._job.scores:
             scores = [
                 scored_tokens(self._lm, *prompt)
@@ -159,7 +158,7 @@ class Answer:
             result = piece.result
             if result is not None and result.error is not None:
                 raise Unavailable(result.error, 500, "engine_error")
-            tokens: list[TokenScore] = []
+            tokens: list[TokenText] = []
             if self._request.logprobs and piece.new_text is not None:
                 texts = self._texts[row] = self._texts[row] or piece.new_text().by_token()
                 assert texts is not None
