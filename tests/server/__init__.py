@@ -145,6 +145,8 @@ def application(
     key: str | None = None,
     allowed: Sequence[Method] | None = None,
     lm: LanguageModel | None = None,
+    names: tuple[str, ...] = (),
+    report: Callable[[str], None] = lambda line: None,
     score: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, EngineThread]:
     """Returns the application on a model, by default `model`, with its own or another scheduler, and its engine."""
@@ -153,7 +155,7 @@ def application(
     engine = EngineThread(
         make or (lambda: Scheduler(lm)), max_open, metrics, score or functools.partial(scores_of, lm)
     )
-    settings = Settings(registry.make("autoregressive", {}), key, time_limit_s, allowed)
+    settings = Settings(registry.make("autoregressive", {}), key, time_limit_s, allowed, names, report)
     return Api(lm, engine, metrics, settings).app(), engine
 
 

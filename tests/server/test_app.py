@@ -370,8 +370,8 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"stop": ["a"] * 17}, "stop", "give at most 16"),
         ({"stream": "yes"}, "stream", "give True or False"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
-        ({"logprobs": 5}, "logprobs", "give 0 or 1"),
-        ({"logprobs": 1, "temperature": 1}, "logprobs", "give temperature 0"),
+        ({"logprobs": 21}, "logprobs", "give a number from 0 to 20"),
+        ({"logprobs": 5, "echo": True}, "logprobs", "with echo, only the likeliest token is reported"),
         ({"method": "nope"}, "method", "unknown method 'nope'"),
         ({"method": {"name": "ngram", "exit_layer": 2}}, "method", "method ngram has no option"),
         ({"method": {"name": "ngram", "prompt": "x"}}, "method", "unknown option prompt"),
@@ -410,7 +410,57 @@ def test_a_body_that_is_no_request(http, content, status):
 
 def test_neutral_and_null_fields_are_accepted(http):
     body = {"tools": [], "logit_bias": None, "best_of": 1, "user": "me", "stop": None, "top_k": -1}
+    body |= {"skip_special_tokens": True, "metadata": {"a": "b"}, "store": True, "priority": 3}
     asked(http, URL, prompt="ab", max_tokens=2, **body)
+
+
+def test_names_of_the_model_and_the_line_of_a_request():
+    lines: list[str] = []
+    app, _ = application(FakeScheduler, names=("gpt-4o-mini", "b"), report=lines.append)
+    with client(app) as http:
+        assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["gpt-4o-mini", "b"]
+        assert http.get("/v1/models/b").json()["id"] == "b"
+        assert asked(http, URL, prompt="ab", max_tokens=2, model="b", n=2)["model"] == "gpt-4o-mini"
+        answer = http.post(URL, json={"prompt": "ab", "model": "tiny"})
+        assert "this server has 'gpt-4o-mini', 'b'" in answer.json()["error"]["message"]
+    (line,) = lines
+    wanted = (
+        r"/v1/completions: 2 prompt tokens, 4 tokens in .* s \(.* tokens/s\), 0 of 0 draft tokens accepted"
+    )
+    assert re.fullmatch(wanted, line)
+
+
+@pytest.mark.parametrize("name", ["embeddings", "responses"])
+def test_paths_that_are_not_served_say_why(http, name):
+    answer = http.post(f"/v1/{name}", json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(f"POST /v1/{name}: ")
+    assert "Not Found" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 1.3, "seed": 3, "presence_penalty": 1}]
+)
+def test_the_likeliest_tokens(http, lm, options):
+    """Under the model's own distribution, whatever the sampling; lists begin with the most likely token."""
+    given = {name.replace("max_tokens", "max_new_tokens"): value for name, value in options.items()}
+    result = lm.generate("ab", max_new_tokens=6, top_logprobs=20, **given)
+    tops = [token.top for token in result.token_records]
+    found = asked(http, URL, prompt="ab", max_tokens=6, logprobs=20, **options)["choices"][0]["logprobs"]
+    for place, (top, token) in enumerate(zip(tops, result.tokens, strict=True)):
+        of = found["top_logprobs"][place]
+        assert of[found["tokens"][place]] == found["token_logprobs"][place]
+        assert sorted(of.values()) == pytest.approx(sorted(number for _, number in top), abs=1e-4)
+        assert {lm.tokenizer.alone(id)[0] for id, _ in top if id != token} <= of.keys()
+    few = asked(http, URL, prompt="ab", max_tokens=6, logprobs=2, **options)["choices"][0]["logprobs"]
+    assert few["tokens"] == found["tokens"]
+    assert all(2 <= len(top) <= 3 for top in few["top_logprobs"])
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 4, **options}
+    for one in asked(http, CHAT, max_tokens=6, **chat)["choices"][0]["logprobs"]["content"]:
+        numbers = [top["logprob"] for top in one["top_logprobs"]]
+        assert numbers == sorted(numbers, reverse=True)
+        assert len(numbers) == 4
+        assert all(bytes(top["bytes"]).decode() == top["token"] for top in one["top_logprobs"])
 
 
 def test_other_paths(http, lm):

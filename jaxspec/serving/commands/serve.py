@@ -33,6 +33,9 @@ class Serve:
       max_queue: texts that may wait; further requests get status 429.
       request_timeout_seconds: the time limit of a request.
       shutdown_timeout_seconds: how long running requests may take after SIGTERM; then they get an error.
+      served_model_name: a name under which requests may name the model; the first is that of responses. Default: the
+        model's own.
+      log_requests: write a line with tokens, speed and accepted drafts at the end of each request.
       max_model_len: the most tokens of a prompt and its text together. Default: the model's context.
       prefix_cache: the memory for caches of texts, such as 512MB. Prompts that begin alike are then fed once.
       methods: methods that requests may name, with commas between, each with its default options; the one of --method
@@ -49,6 +52,8 @@ class Serve:
     max_queue: int = 64
     request_timeout_seconds: float = 600.0
     shutdown_timeout_seconds: float = 30.0
+    served_model_name: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "NAME"})
+    log_requests: bool = True
     max_model_len: int | None = None
     prefix_cache: str | None = dataclasses.field(default=None, metadata={"metavar": "SIZE"})
     methods: str | None = None
@@ -92,6 +97,8 @@ class Serve:
                 method=method,
                 api_key=key,
                 allowed=None if allowed is None else tuple(allowed.values()),
+                names=self.served_model_name,
+                log_requests=self.log_requests,
                 address=address,
                 report=tell,
             )

@@ -34,7 +34,7 @@ from jaxspec.programs.background import Worker
 from jaxspec.serving.openai import CHAT, COMPLETIONS, ApiRequest, BadField, Responses, request_of
 from jaxspec.serving.server.answers import Answer, method_of
 from jaxspec.serving.server.engine_thread import EngineThread
-from jaxspec.serving.server.metrics import Metrics
+from jaxspec.serving.server.metrics import Metrics, summary
 from jaxspec.serving.server.refusals import EXPECTED, Refused, refused
 from jaxspec.serving.server.responding import Exchange
 from jaxspec.serving.translation import Prompts, checked_ids, encoded, rows_of
@@ -43,6 +43,11 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 4 * 2**20
 # How long the body of a request may take.
 BODY_S = 30.0
+# Paths of OpenAI's API that are not served, with the reason.
+_ABSENT = {
+    "/v1/embeddings": "a model that generates text has no embeddings; serve an embedding model by another program",
+    "/v1/responses": f"the server keeps no conversations; send all messages to {CHAT}",
+}
 # nginx's status for a client that has gone; nobody reads it.
 _GONE = 499
 
@@ -86,12 +91,16 @@ class Settings:
         this machine, also under another name.
       time_limit_s: the maximum number of seconds from a request to the end of its response.
       allowed: the methods, with their options, that requests may name beside `method`; None for all.
+      names: the names under which requests may name the model, the first in responses; () for the model's own.
+      report: called with a line at the end of each request for texts.
     """
 
     method: Method
     api_key: str | None = None
     time_limit_s: float = 600.0
     allowed: Sequence[Method] | None = None
+    names: tuple[str, ...] = ()
+    report: Callable[[str], None] = lambda line: None
 
 
 class Api:
@@ -107,6 +116,7 @@ class Api:
     def __init__(self, lm: LanguageModel, engine: EngineThread, metrics: Metrics, settings: Settings) -> None:
         self._lm, self._engine, self._metrics, self._settings = lm, engine, metrics, settings
         self._created = int(time.time())
+        self._names = settings.names or (lm.name,)
         # One thread, because several may not share a tokenizer; long prompts do not block the event loop.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         # The first check of `exact` takes seconds, in which the texts of others go on.
@@ -163,19 +173,19 @@ class Api:
         return Response(self._metrics.read(self._engine), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """Returns the list with the only model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """Returns the list with the only model, under each of its names."""
+        return JSONResponse({"object": "list", "data": list(map(self._model, self._names))})
 
     async def model(self, request: Request) -> Response:
         """Returns the model of a name, which may have slashes."""
         if not request.path_params["name"]:
             return await self.models(request)
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(request.path_params["name"]))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._lm.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "jaxspec",
@@ -233,11 +243,12 @@ class Api:
         except EXPECTED as error:
             raise refused(error, api) from None
         try:
-            responses = Responses(api, secrets.token_hex(12), int(time.time()), self._lm.name)
+            responses = Responses(api, secrets.token_hex(12), int(time.time()), self._names[0])
             exchange = Exchange(api, job, Answer(self._lm, api, prompts, job), responses, deadline)
             await exchange.respond(scope, receive, send)
         finally:
             self._engine.leave(job)
+            self._settings.report(f"{url}: {summary(job)}")
 
     def _check(self, api: ApiRequest) -> None:
         self._check_model(api.model)
@@ -246,8 +257,8 @@ class Api:
             raise BadField(f"the request asks for {count} texts; give at most {self._engine.max_open}", "n")
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._lm.name):
-            said = f"model is {shown(name)}; this server has {shown(self._lm.name)}"
+        if name not in (None, *self._names):
+            said = f"model is {shown(name)}; this server has {', '.join(map(shown, self._names))}"
             raise Refused(404, said, "model", "model_not_found")
 
     def _encoded(self, api: ApiRequest) -> Prompts:
@@ -355,6 +366,6 @@ async def _respond(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=_GONE)
     if isinstance(error, HTTPException):
-        said = f"{request.method} {request.url.path}: {error.detail}"
+        said = f"{request.method} {request.url.path}: {_ABSENT.get(request.url.path, error.detail)}"
         return Refused(error.status_code, said).response()
     return refused(error).response()

@@ -132,6 +132,23 @@ def metrics_of(job: Job) -> dict[str, Any] | None:
     }
 
 
+def summary(job: Job) -> str:
+    """Returns the tokens, the speed and the accepted drafts of a job that has ended, complete or not, in one line."""
+    pieces = [timing.piece for timing in job.timings if timing.piece is not None]
+    prompt, tokens, drafts, accepted = (
+        sum(getattr(piece.statistics, f"num_{name}tokens") for piece in pieces)
+        for name in ("prompt_", "", "draft_", "accepted_")
+    )
+    seconds = time.perf_counter() - job.arrived
+    methods = ", ".join(
+        dict.fromkeys(piece.result.drafted_by for piece in pieces if piece.result is not None)
+    )
+    return (
+        f"{prompt} prompt tokens, {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s), {accepted} of "
+        f"{drafts} draft tokens accepted{methods and f'; {methods}'}{'' if job.ended else '; not complete'}"
+    )
+
+
 def _times(job: Job, timing: Timing, counts: Statistics) -> dict[str, Any]:
     first = timing.last if timing.first is None else timing.first
     generation_ms, count = 1e3 * (timing.last - first), counts.num_tokens - 1

@@ -85,6 +85,8 @@ def serve(
     method: Method,
     api_key: str | None = None,
     allowed: Sequence[Method] | None = None,
+    names: tuple[str, ...] = (),
+    log_requests: bool = False,
     address: str = "",
     report: Callable[[str], None] = lambda line: None,
 ) -> int | None:
@@ -94,7 +96,8 @@ def serve(
       lm: the model, with a tokenizer.
       bound: from `bind`.
       limits: see `Limits`.
-      method, api_key, allowed: see `app.Settings`.
+      method, api_key, allowed, names: see `app.Settings`.
+      log_requests: whether `report` gets a line at the end of each request for texts.
       address: the address of the API, for `report`.
       report: called with a line when connections are accepted, when all programs are compiled, after that for each
         program that a request compiles, and at the signal.
@@ -102,7 +105,7 @@ def serve(
     Returns:
       The number of the signal.
     """
-    metrics = Metrics(lm.name)
+    metrics = Metrics((names or (lm.name,))[0])
     began, make = time.monotonic(), functools.partial(warm_scheduler, lm, limits.max_batch, method)
     engine = EngineThread(
         make,
@@ -114,7 +117,9 @@ def serve(
             "compiled); Ctrl-C ends the server"
         ),
     )
-    app = Api(lm, engine, metrics, Settings(method, api_key, limits.request_timeout_s, allowed)).app()
+    settings = Settings(method, api_key, limits.request_timeout_s, allowed, names)
+    settings = dataclasses.replace(settings, report=report) if log_requests else settings
+    app = Api(lm, engine, metrics, settings).app()
     begins = f"{lm.name} is at {address}; requests wait while the programs are compiled"
     config = configuration(app, limits.shutdown_timeout_s)
     server = Server(config, engine, limits.shutdown_timeout_s, begins, report)
