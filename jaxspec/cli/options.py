@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp16", "half"]
-Device = Literal["cpu", "gpu", "tpu"]
+Device = Literal["cpu", "gpu", "cuda", "tpu"]
 Weights = Literal["int8"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.console.docs import attribute_docs, description_of
-from jaxspec.console.parsing import Option, Options, Positional, Text
+from jaxspec.console.parsing import Option, Options, Positional, Text, arguments_in
 from jaxspec.io.embedded import EMBEDDED
 
 # Names of values by the name of the option, for text.
@@ -58,8 +58,11 @@ def command_help(prog: str, description: str | None, groups: Sequence[Options], 
             entry = called(option, changeable), " ".join((text, *_remarks(option, changeable)))
             sections.setdefault(place, []).append(entry)
     arguments = sections.pop(("arguments",), [])
-    positional = (option for option in own.by_field.values() if Positional in option.notes)
-    usage = (called(one) if one.default is dataclasses.MISSING else f"[{called(one)}]" for one in positional)
+    usage = (
+        shown if one.default is dataclasses.MISSING else f"[{shown}]"
+        for one in arguments_in(own.by_field.values())
+        for shown in (called(one) if Positional in one.notes else one.field.name.upper(),)
+    )
     lines = [" ".join((f"usage: {prog} [-h] [OPTIONS]", *usage)), ""]
     lines += _paragraphs(description or description_of(own.sections[()][0]))
     for method, _ in [*of_method.sections.values()][:1]:

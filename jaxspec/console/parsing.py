@@ -13,17 +13,31 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Protocol
 from jaxspec.console.errors import in_options
 from jaxspec.host.messages import nearest, shown
 
-# Our option for the names of other tools.
+# Names of one thing: where one is given, the first that the command knows is meant. The others are those of vLLM,
+# llama.cpp and transformers; `PROMPT` is an argument.
+_SYNONYMS = (
+    ("PROMPT", "-p", "--prompt"),
+    ("--model", "-m"),
+    ("--temperature", "--temp"),
+    ("--max-new-tokens", "--max-tokens", "--n-predict", "--predict"),
+    ("--repetition-penalty", "--repeat-penalty"),
+    ("--system", "--system-prompt"),
+    ("--num-draft-tokens", "--num-speculative-tokens", "--draft-max"),
+    ("--draft", "--model-draft", "--assistant-model"),
+    ("--weights", "--quantization", "-q"),
+    ("--max-batch", "--batch", "--batch-size", "--max-num-seqs", "--parallel"),
+    ("--max-model-len", "--ctx-size", "-c"),
+    ("--served-model-name", "--alias"),
+)
+# Our words for options that have another form here, or several meanings.
 _ELSEWHERE = {
-    "--temp": "--temperature",
-    "--max-tokens": "--max-new-tokens",
-    "--n-predict": "--max-new-tokens",
-    "--system-prompt": "--system",
     "-n": "--max-new-tokens",
-    "-m": "--model",
+    "--int8": "--weights int8",
+    "--load-in-8bit": "--weights int8",
+    "--tensor-parallel-size": "--mesh",
+    "--data-parallel-size": "--mesh",
+    "--speculative-config": "--method",
 }
-# Their options for the text, which is an argument here.
-_PROMPTS = ("-p", "--prompt")
 _HELP = ("-h", "--help")
 _IS_OPTION = re.compile(r"--$|-+[^\W\d_]")
 _MISSING: Any = dataclasses.MISSING
@@ -248,8 +262,6 @@ def collect(
         elif hint is not Any and field.name not in found.by_field:  # Any: `drafting`
             option = _option(section, field, hint, usual)
             found.by_field[field.name] = option
-            if not option.name.startswith("-"):
-                continue
             for name in (option.name, *field.metadata.get("aliases", ())):
                 found.by_name.setdefault(name, (option, True if option.type is bool else None))
             if option.type is bool and (changeable or usual is not False):  # --json needs no --no-json
@@ -297,6 +309,9 @@ def _words(
         word = left.pop()
         written, equals, value = word.partition("=")
         name = written.replace("_", "-")
+        if name not in by_name:
+            same = next((names for names in _SYNONYMS if name in names), ())
+            name = next((one for one in same if one in by_name), name)
         if word == "--":
             words.rest.extend(reversed(left))
             break
@@ -317,11 +332,18 @@ def _words(
         if not taken and most == 1:
             words.problems.append(f"{name} has no value; write {name}=VALUE for one that begins with -")
         words.given[field] = taken if changeable else [*words.given.get(field, ()), *taken]
-    for option in own:
-        if Positional in option.notes and words.rest:
+    for option in arguments_in(own):
+        if words.rest and option.field.name not in words.given:
             count = len(words.rest) if option.repeated else 1
             words.given[option.field.name] = [words.rest.pop(0) for _ in range(count)]
     return words
+
+
+def arguments_in(options: Iterable[Option]) -> list[Option]:
+    """Returns the arguments of a command; of one that has none, the option of the model may be given as one."""
+    given = list(options)
+    found = [option for option in given if Positional in option.notes]
+    return found or [option for option in given if option.name == "--model"]
 
 
 def _made(given: Mapping[str, Sequence[Any]], own: Options, changeable: bool) -> Any:
@@ -376,10 +398,9 @@ def _value(option: Option, words: Sequence[Any], changeable: bool) -> Any:
 
 def _unknown(names: Sequence[str], known: Iterable[str]) -> str:
     """Returns the error message for options that do not exist."""
-    known, first = list(known), names[0].replace("_", "-")
-    near = _ELSEWHERE[first] if _ELSEWHERE.get(first) in known else nearest(first, known)
+    known, first = [name for name in known if name.startswith("-")], names[0].replace("_", "-")
+    other = _ELSEWHERE.get(first, "")
+    near = other if other.partition(" ")[0] in known else nearest(first, known)
     meant = "" if near is None else f"; perhaps you meant {near}"
-    if first in _PROMPTS and "--system" in known:
-        meant = "; give the text without an option, in quotes"
     names = list(dict.fromkeys(names))
     return f"unknown option{'s' if len(names) > 1 else ''} {', '.join(names)}{meant}"

@@ -41,6 +41,7 @@ from jaxspec.measuring.commands.search import Search
 from jaxspec.measuring.commands.tune import Tune
 from jaxspec.methods import Method, registry
 from jaxspec.model.llama import num_params
+from jaxspec.serving.commands.serve import Serve
 from jaxspec.testing import reference
 from jaxspec.texts.results import Piece, Statistics
 from jaxspec.texts.text import RowText, Token, row_text
@@ -556,9 +557,11 @@ def test_wrong_models(run, model, tmp_path, kind):
         (["--reference", "nowhere.txt", "--method", "ngram"], "nowhere.txt"),
         (["--prompt-file", "nowhere.txt"], "got both PROMPT and --prompt-file"),
         (["--temprature", "1"], r"--temprature.*perhaps you meant --temperature"),
-        (["--temp", "1"], "unknown option --temp; perhaps you meant --temperature; see"),
-        (["--max-tokens", "1"], "unknown option --max-tokens; perhaps you meant --max-new-tokens; see"),
-        (["-p", "a"], "unknown option -p; give the text without an option, in quotes; see"),
+        (["-n", "1"], "unknown option -n; perhaps you meant --max-new-tokens; see"),
+        (["--int8"], "unknown option --int8; perhaps you meant --weights int8; see"),
+        (["--tensor_parallel_size", "2"], "perhaps you meant --mesh; see"),
+        (["-p", "a"], "unexpected argument 'Once upon a time'"),
+        (["--quantization", "fp8"], "--weights is 'fp8'; give one of 'int8'"),
         (["--frobnicate", "a"], "unknown option --frobnicate; see"),
         (["--max-new-tokens"], "--max-new-tokens"),
         (["--max-new-tokens", "abc"], "error: --max-new-tokens is 'abc'; give a whole number; see"),
@@ -835,6 +838,23 @@ def test_the_programs_help_ends_with_its_environment(run):
         assert status == 0
         for name in ("JAXSPEC_CACHE", "JAXSPEC_DATA", "JAXSPEC_DEBUG"):
             assert out.index(f"  {name}  ") > out.index("tune")
+
+
+def test_words_of_other_tools_are_understood():
+    words = "-p Hi -m small --temp 0.5 --max_tokens 3 --device cuda --dtype half --quantization int8"
+    words += " --method ngram --num-speculative-tokens 4"
+    command = parse_as(Generate, words.split(), "jaxspec generate", kinds=registry)
+    model = command.model
+    assert (command.prompt, command.max_new_tokens, command.sampling.temperature) == ("Hi", 3, 0.5)
+    assert (model.model, model.device, model.dtype, model.weights) == ("small", "cuda", "half", "int8")
+    assert command.drafting.num_draft_tokens == 4
+    words = "small -c 64 --max-num-seqs 2 --alias a --served-model-name b"
+    served = parse_as(Serve, words.split(), "jaxspec serve", kinds=registry)
+    assert (served.model.model, served.max_model_len, served.max_batch) == ("small", 64, 2)
+    assert served.served_model_name == ("a", "b")
+    assert parse_as(Profile, ["--max-batch", "3"], "jaxspec profile").batch == 3
+    with pytest.raises(ValueError, match="unexpected argument 'large'"):
+        parse_as(Serve, ["--model", "small", "large"], "jaxspec serve", kinds=registry)
 
 
 def test_options_become_a_dataclass():
