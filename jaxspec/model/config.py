@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 # More than any model has. A larger number in a file is refused before it costs memory.
 MAX_LAYERS = 10_000
+KVCacheDtype = Literal["auto", "int8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,8 @@ class LlamaConfig:
         capacity of the cache or the slots of a tree, on a CPU. Not stored in files.
       max_model_len: the maximum number of tokens of prompt and output together, if it is less than the model's context.
         Not stored in files.
+      kv_cache_dtype: dtype of keys and values in the cache: auto, that of the weights, or int8, with a scale for each
+        slot and key/value head. Not stored in files.
     """
 
     vocab_size: int
@@ -83,6 +86,7 @@ class LlamaConfig:
     kv_copies: int = 1
     exact: bool = False
     max_model_len: int | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -100,6 +104,8 @@ class LlamaConfig:
                 f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_layers} layers; "
                 "give one entry per layer, or () for none"
             )
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; give auto or int8")
 
     @property
     def held_kv_heads(self) -> int:
@@ -113,8 +119,8 @@ class LlamaConfig:
 
     @property
     def plain(self) -> LlamaConfig:
-        """The same configuration with one copy of each key/value head, not `exact`, with the whole context."""
-        return dataclasses.replace(self, kv_copies=1, exact=False, max_model_len=None)
+        """The same configuration without the fields that are not stored in files."""
+        return dataclasses.replace(self, kv_copies=1, exact=False, max_model_len=None, kv_cache_dtype="auto")
 
     @property
     def context_length(self) -> int:

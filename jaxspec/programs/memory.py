@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import functools
 import math
+import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -102,79 +103,71 @@ def used_mappings() -> float:
         return 0.0
 
 
-def check_fits(
-    config: LlamaConfig,
-    dtype: DTypeLike,
-    batch_size: int,
-    capacity: int,
-    device: jax.Device,
-    bits: int | None = None,
-) -> None:
-    """Refuses a model whose weights and cache do not fit a device; passes if its free memory is unknown.
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """The texts that are generated together, for which a model needs memory.
 
-    Args:
-      config: the model's configuration.
-      dtype: dtype of weights and cache.
+    Attributes:
+      config: the model.
+      dtype: dtype of its weights, and of its cache if `kv_cache_dtype` is auto.
       batch_size: rows generated together.
-      capacity: cache slots per row.
       device: the model's device.
       bits: bits of quantised weights; None for weights of `dtype`.
-
-    Raises:
-      ValueError: the model does not fit; one line with the sizes in GiB and the options to change.
-    """
-    weights, slots = needed_bytes(config, dtype, batch_size, capacity, bits)
-    prompts = prefill_bytes(config, dtype, batch_size, capacity, device.platform)
-    free, needed = free_bytes(device), weights + slots + prompts
-    if free is None or needed <= free:
-        return
-    name = np.dtype(dtype).name if bits is None else f"int{bits}"
-    remedies = _Remedies(config, dtype, batch_size, slots // capacity // batch_size, device, bits)
-    raise ValueError(
-        f"the model does not fit: weights {weights / _GIB:.2f} GiB ({name}), cache {slots / _GIB:.2f} GiB "
-        f"(batch {batch_size}, {capacity} tokens) and prefill {prompts / _GIB:.2f} GiB need {needed / _GIB:.2f} GiB, "
-        f"{device} has {free / _GIB:.2f} GiB free; take {remedies.words(needed, free, capacity)}"
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Remedies:
-    """Finds the options with which a refused model or cache would fit.
-
-    Args:
-      config, dtype, batch_size, device, bits: as in `check_fits`.
-      slot_bytes: bytes of a cache slot of a row, the drafter's included.
+      draft_bytes: bytes of a cache slot of a row in the drafter's own caches.
       reach: slots that a round writes after the text.
     """
 
     config: LlamaConfig
     dtype: DTypeLike
     batch_size: int
-    slot_bytes: int
     device: jax.Device
-    bits: int | None
+    bits: int | None = None
+    draft_bytes: int = 0
     reach: int = 0
 
-    def needed(self, capacity: int) -> int:
-        """Returns the bytes beside the weights that texts of any length up to `capacity` need."""
-        platform = self.device.platform
-        grown_from = buckets.before(capacity, platform)
-        prompts = prefill_bytes(self.config, self.dtype, self.batch_size, capacity, platform)
-        size = self.batch_size * self.slot_bytes
-        return size * capacity + max(size * grown_from, prompts)
+    @property
+    def weights(self) -> int:
+        """The bytes of the weights."""
+        return needed_bytes(self.config, self.dtype, 1, 0, self.bits)[0]
 
-    def words(self, needed: int, free: int, capacity: int) -> str:
-        """Returns the options with which the weights and the rest, `needed` bytes, would fit `free` bytes."""
-        weights = needed_bytes(self.config, self.dtype, 1, 0, self.bits)[0]
-        found = []
-        if self.bits is None:
-            small = needed_bytes(self.config, self.dtype, 1, 0, bits=8)[0]
-            found += ["--weights int8"] if needed - weights + small <= free else []
+    def slots(self, capacity: int) -> int:
+        """Returns the bytes of the caches of `capacity` slots per row."""
+        own = cache.size_bytes(self.config, 1, capacity, self.dtype)
+        return self.batch_size * (own + self.draft_bytes * capacity)
+
+    def prefill(self, capacity: int) -> int:
+        """Returns `prefill_bytes` for caches of `capacity` slots per row."""
+        return prefill_bytes(self.config, self.dtype, self.batch_size, capacity, self.device.platform)
+
+    def beside(self, capacity: int, grown_from: int | None = None) -> int:
+        """Returns the bytes beside the weights: of the caches, and of a prefill or of the growth of the caches.
+
+        `grown_from`: the capacity from which they grow, 0 for none; None for that of texts of any length.
+        """
+        if grown_from is None:
+            grown_from = buckets.before(capacity, self.device.platform)
+        return self.slots(capacity) + max(self.slots(grown_from), self.prefill(capacity))
+
+    def remedies(self, free: int, capacity: int, grown_from: int) -> str:
+        """Returns the options with which the weights and the rest would fit `free` bytes."""
+        needed = self.weights + self.beside(capacity, grown_from)
+        small: dict[str, Any] = {"--weights int8": {"bits": 8}} if self.bits is None else {}
+        if self.config.kv_cache_dtype == "auto":
+            config = dataclasses.replace(self.config, kv_cache_dtype="int8")
+            small["--kv-cache-dtype int8"] = {"config": config}
+
+        def fits(*changes: dict[str, Any]) -> bool:
+            changed = dataclasses.replace(self, **functools.reduce(operator.or_, changes, {}))
+            return changed.weights + changed.beside(capacity, grown_from) <= free
+
+        found = [words for words, change in small.items() if fits(change)]
+        if not found and fits(*small.values()):
+            found = [" ".join(small)]
         if self.device.platform != "cpu":
             parts = (2**n for n in range(1, 9) if self.config.num_heads % 2**n == 0)
             found += [f"--mesh model={n} ({n} devices)" for n in parts if needed <= n * free][:1]
         tiles = range(128, capacity, 128)
-        longest = 128 * bisect.bisect_right(tiles, free - weights, key=self.needed) - self.reach
+        longest = 128 * bisect.bisect_right(tiles, free - self.weights, key=self.beside) - self.reach
         # A cache has at least `START_CAPACITY` slots.
         found += [f"--max-model-len {longest}"] if longest >= buckets.START_CAPACITY else []
         if self.batch_size > 1:
@@ -182,13 +175,62 @@ class _Remedies:
         return ", or ".join(found) or "a smaller model"
 
 
+def check_fits(texts: Texts, capacity: int) -> None:
+    """Refuses a model whose weights and caches do not fit its device; passes if the free memory is unknown.
+
+    Args:
+      texts: the model, its device and its texts.
+      capacity: cache slots per row.
+
+    Raises:
+      ValueError: the model does not fit; one line with the sizes and the options to change.
+    """
+    weights, slots, prompts = texts.weights, texts.slots(capacity), texts.prefill(capacity)
+    free, needed = free_bytes(texts.device), weights + slots + prompts
+    if free is None or needed <= free:
+        return
+    name = np.dtype(texts.dtype).name if texts.bits is None else f"int{texts.bits}"
+    raise ValueError(
+        f"the model does not fit: weights {_size(weights)} ({name}), cache {_size(slots)} (batch {texts.batch_size}, "
+        f"{capacity} tokens) and prefill {_size(prompts)} need {_size(needed)}, {texts.device} has {_size(free)} free; "
+        f"take {texts.remedies(free, capacity, 0)}"
+    )
+
+
+def check_cache_fits(texts: Texts, capacity: int, grown_from: int) -> None:
+    """Refuses caches that do not fit beside a loaded model while prompts are fed or while they grow.
+
+    Args:
+      texts: the model, its device and its texts.
+      capacity: cache slots per row.
+      grown_from: the capacity from which the caches grow to this one, when both exist; 0 if they do not grow.
+
+    Raises:
+      ValueError: the caches do not fit; one line with the sizes and the options with which they would fit.
+    """
+    slots, growth, free = texts.slots(capacity), texts.slots(grown_from), free_bytes(texts.device)
+    more = texts.beside(capacity, grown_from) - slots
+    if free is None or slots + more <= free:
+        return
+    use = f"to grow from {grown_from} tokens" if growth > texts.prefill(capacity) else "for the prefill"
+    remedies = texts.remedies(texts.weights + free, capacity, grown_from)
+    raise ValueError(
+        f"the cache does not fit: {_size(slots)} (batch {texts.batch_size}, {capacity} tokens) and {_size(more)} "
+        f"{use}, {texts.device} has {_size(free)} free; take {remedies}"
+    )
+
+
+def _size(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB / 100 else f"{size / 2**20:.2f} MiB"
+
+
 def check_head_fits(num_weights: int, dtype: DTypeLike, device: jax.Device) -> None:
     """Refuses a head that does not fit beside a loaded model; see `check_fits`."""
     size, free = num_weights * np.dtype(dtype).itemsize, free_bytes(device)
     if free is not None and size > free:
         raise ValueError(
-            f"the head does not fit: {size / _GIB:.2f} GiB ({np.dtype(dtype).name}), {device} has "
-            f"{free / _GIB:.2f} GiB free; take a smaller dtype, or a method without a head"
+            f"the head does not fit: {_size(size)} ({np.dtype(dtype).name}), {device} has "
+            f"{_size(free)} free; take a smaller dtype, or a method without a head"
         )
 
 
@@ -200,57 +242,16 @@ def check_copy_fits(
     size, free = copy + cache.size_bytes(config, 1, capacity, dtype), free_bytes(device)
     if free is not None and size > free:
         raise ValueError(
-            f"the draft does not fit: a copy of the weights in int{bits} with its cache takes {size / _GIB:.2f} GiB, "
-            f"{device} has {free / _GIB:.2f} GiB free; take fewer draft_bits, or another method"
+            f"the draft does not fit: a copy of the weights in int{bits} with its cache takes {_size(size)}, "
+            f"{device} has {_size(free)} free; take fewer draft_bits, or another method"
         )
-
-
-def check_cache_fits(
-    config: LlamaConfig,
-    dtype: DTypeLike,
-    batch_size: int,
-    capacity: int,
-    device: jax.Device,
-    bits: int | None,
-    *,
-    row_bytes: int,
-    grown_from: int,
-    reach: int,
-) -> None:
-    """Refuses a cache that does not fit beside a loaded model while prompts are fed or while it grows.
-
-    Args:
-      config, dtype, batch_size, capacity, device, bits: as in `check_fits`.
-      row_bytes: bytes of the caches of one row, the drafter's included.
-      grown_from: the capacity from which the cache grows to this one, when both exist; 0 if it does not grow.
-      reach: slots that a round writes after the text.
-
-    Raises:
-      ValueError: the cache does not fit; one line with the sizes in GiB and the options with which it would fit.
-    """
-    slots, free = batch_size * row_bytes, free_bytes(device)
-    prompts = prefill_bytes(config, dtype, batch_size, capacity, device.platform)
-    growth = slots * grown_from // capacity
-    more = max(prompts, growth)
-    if free is None or slots + more <= free:
-        return
-    use = f"to grow from {grown_from} tokens" if growth > prompts else "for the prefill"
-    weights = needed_bytes(config, dtype, 1, 0, bits)[0]
-    remedies = _Remedies(config, dtype, batch_size, row_bytes // capacity, device, bits, reach)
-    raise ValueError(
-        f"the cache does not fit: {slots / _GIB:.2f} GiB (batch {batch_size}, {capacity} tokens) and "
-        f"{more / _GIB:.2f} GiB {use}, {device} has {free / _GIB:.2f} GiB free; take "
-        f"{remedies.words(weights + slots + more, weights + free, capacity)}"
-    )
 
 
 def check_prefixes_fit(size: int, device: jax.Device) -> None:
     """Refuses a number of bytes for kept prefixes that does not fit beside a loaded model; see `check_fits`."""
     free = free_bytes(device)
     if free is not None and size > free:
-        raise ValueError(
-            f"prefix_cache is {size / _GIB:.2f} GiB, {device} has {free / _GIB:.2f} GiB free; give fewer bytes"
-        )
+        raise ValueError(f"prefix_cache is {_size(size)}, {device} has {_size(free)} free; give fewer bytes")
 
 
 def size_bytes(tree: Any) -> int:

@@ -22,7 +22,10 @@ from jaxspec.engine.drafters import AnyMethod
 from jaxspec.engine.language_model import LanguageModel, load
 
 # The arguments of `load` that `--model_args` may contain; others belong to the method.
-_LOADING = ("dtype", "weights", "mesh", "chat_template", "compilation_cache", "prefix_cache")
+_LOADING = (
+    *("dtype", "weights", "kv_cache_dtype", "mesh"),
+    *("chat_template", "compilation_cache", "prefix_cache"),
+)
 # The generation settings of tasks that `generate` has too.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

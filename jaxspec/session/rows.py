@@ -119,16 +119,14 @@ class Widths:
             rows = self.of(min(self.most, count))
             # Refilled rows have a cache of their own until their prompts have been processed.
             rows += min(rows, count - rows)
-            row_bytes = self.loop.row_bytes(self.params, self.drafter, capacity)
-            target = self.params.target
+            target, row_bytes = self.params.target, self.loop.row_bytes(self.params, self.drafter, capacity)
             leaves = jax.tree.leaves(target, is_leaf=is_quantised)
-            memory.check_cache_fits(
-                *(self.loop.config, target["embed"].dtype, rows, capacity, self._device),
-                next((leaf.bits for leaf in leaves if is_quantised(leaf)), None),
-                row_bytes=row_bytes,
-                grown_from=buckets.before(capacity, self.loop.platform) if first < capacity else 0,
-                reach=self.drafter.reach,
-            )
+            bits = next((leaf.bits for leaf in leaves if is_quantised(leaf)), None)
+            texts = memory.Texts(self.loop.config, target["embed"].dtype, rows, self._device, bits)
+            drafts = (row_bytes - texts.slots(capacity) // rows) // capacity
+            texts = dataclasses.replace(texts, draft_bytes=drafts, reach=self.drafter.reach)
+            grown_from = buckets.before(capacity, self.loop.platform) if first < capacity else 0
+            memory.check_cache_fits(texts, capacity, grown_from)
 
     @property
     def _device(self) -> jax.Device:

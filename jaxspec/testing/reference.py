@@ -113,6 +113,8 @@ def _attention(
     for kv_head in range(config.num_kv_heads):
         key = turned(x @ fused[kv_head, group].T + bias[kv_head, group], "k_norm")
         value = x @ fused[kv_head, group + 1].T + bias[kv_head, group + 1]
+        if config.kv_cache_dtype == "int8":
+            key, value = map(_in_int8, (key, value))
         for member in range(group):
             query = turned(x @ fused[kv_head, member].T + bias[kv_head, member], "q_norm")
             scores = np.where(seen, query @ key.T / math.sqrt(hd), -np.inf)
@@ -121,6 +123,13 @@ def _attention(
     out = np.concatenate(heads, axis=-1) @ p["out"].T
     biased: np.ndarray = out + p["out_bias"] if config.output_bias else out
     return biased
+
+
+def _in_int8(x: np.ndarray) -> np.ndarray:
+    """Returns x [N, hd] as an int8 cache keeps it: 127 levels up to the largest magnitude of each row, and below."""
+    top = np.abs(x).max(axis=-1, keepdims=True)
+    rounded: np.ndarray = np.round(x / top * 127) / 127 * top
+    return rounded
 
 
 def _mlp(config: LlamaConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:

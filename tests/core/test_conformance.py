@@ -55,7 +55,7 @@ def with_sampling(combinations):
 
 
 # Their drafts have another form than those of the methods: a choice among trees, a tree that is drawn, a pass without a
-# draft of its own, a part of the vocabulary, a mask for all rows.
+# draft of its own, a part of the vocabulary, a mask for all rows, an int8 cache of the target and of the draft.
 VARIANTS = (
     "choosing-trees",
     "hybrid-tree-drawn",
@@ -63,6 +63,8 @@ VARIANTS = (
     "draft-model-vocab",
     "asd-shared",
     "s2d-target",
+    "int8-cache-draft-model",
+    "int8-cache-tree",
 )
 FORMS = [*tiny.usual(), *(one for one in tiny.ordinary() if one.drafter in VARIANTS)]
 COMBINATIONS = parameters(tiny.full_product(), FORMS, tiny.families())

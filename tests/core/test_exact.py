@@ -49,6 +49,11 @@ def in_form(config, params, form):
     return calibration.calibrated(config, small, jnp.arange(6)) if form == "int8" else small
 
 
+def with_cache(config, form):
+    """Returns a configuration with the cache of a form."""
+    return dataclasses.replace(config, kv_cache_dtype="int8") if form == "8-bit cache" else config
+
+
 # As users compile.
 jit = functools.partial(jax.jit, compiler_options=xla.USUAL)
 
@@ -72,7 +77,7 @@ def fed(config, params, texts, sizes, capacity=256):
 
 
 @pytest.mark.representatives("float32")
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "8-bit cache"])
 def test_logits_do_not_depend_on_the_pass(form):
     """A text alone, token by token, against other numbers of rows, places, neighbours and capacities."""
     check_passes(CONFIG, form, ([3, 5, 8, 14], 32, 1), ([30], 256, 3))
@@ -86,7 +91,8 @@ def test_logits_of_qwen3_do_not_depend_on_the_pass(form):
 
 
 def check_passes(config, form, *passes):
-    params, few = in_form(config, tiny.params(config), form), TEXTS[:, :30]
+    config, few = with_cache(config, form), TEXTS[:, :30]
+    params = in_form(config, tiny.params(config), form)
     alone, _ = fed(config, params, few[:1], [1] * 30, 32)
     for sizes, capacity, batch in passes:
         found, _ = fed(config, params, jnp.roll(few, -1, axis=0)[-batch:], sizes, capacity)
@@ -94,7 +100,7 @@ def check_passes(config, form, *passes):
 
 
 @pytest.mark.representatives("float32")
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "8-bit cache"])
 def test_logits_and_caches_do_not_depend_on_the_history(form):
     check_history(CONFIG, form, (1, 9))
 
@@ -112,7 +118,8 @@ def check_history(config, form, widths):
     As in rounds with drafts, a text accepts a part of a pass or of a path through its tree, and the other tokens are
     wrong. Between passes the texts change places. At the end the longest has more tokens than a block of attention.
     """
-    params, rng = in_form(config, tiny.params(config), form), np.random.default_rng(3)
+    config, rng = with_cache(config, form), np.random.default_rng(3)
+    params = in_form(config, tiny.params(config), form)
     expected, caches = zip(
         *(fed(config, params, TEXTS[row : row + 1], [1] * LENGTH) for row in range(3)), strict=True
     )

@@ -142,6 +142,33 @@ def test_a_sum_is_the_product(dtype):
     np.testing.assert_allclose(_summed(jnp.asarray(x), weight, jnp.float32), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_few_queries_of_an_int8_cache_are_summed(monkeypatch):
+    """The sums are the products; on a CPU and for more queries they are products."""
+    rng, group = np.random.default_rng(0), 4
+    config = LlamaConfig(8, 64, 8, 1, 2 * group, 2, 8, kv_cache_dtype="int8")
+    layer = kv.create(config, 1, 16, HALF).layers[0]
+    keys, values = (jnp.asarray(rng.normal(size=(1, 16, 2, 8)), jnp.float32) for _ in range(2))
+    layer = kv.write(layer, keys, values, jnp.zeros(1, jnp.int32), merged=True)
+
+    def attend(queries, layer):
+        positions = 10 + jnp.arange(queries.shape[1])[None]
+        return kv.attend(queries, layer, positions, None, merged=True)
+
+    for length, products in ((1, 0), (kv.SUMMED_QUERIES // group, 0), (3, 2)):
+        queries = jnp.asarray(rng.normal(size=(1, length, 2, group, 8)), jnp.float32)
+        wanted = attend(queries, layer)
+        with SUMMED(True):
+            lowered = jax.jit(attend).trace(queries, layer).lower(lowering_platforms=("cuda",))
+            assert lowered.as_text().count("dot_general") == products
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    *(jax.lax, "platform_dependent"),
+                    lambda *given, default, cuda=None, **_: (cuda or default)(*given),
+                )
+                found = attend(queries, layer)
+        np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=2e-3)
+
+
 def device(platform: str = "gpu", capability: str | None = None):
     return types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind="a device")
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec.heads.writer import write_head
 from jaxspec.io.hf import huggingface
 from jaxspec.loading import int8, loading
 from jaxspec.measuring.line_log import LineLog
@@ -102,12 +103,14 @@ def loop_in_int8(combination, distribution=None, config=None):
     return dataclasses.replace(loop, weights=Weights(small, loop.weights.drafter))
 
 
-@pytest.mark.representatives("layerskip", "eagle3")
+@pytest.mark.representatives("layerskip-auto", "eagle3-int8")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_method_writes_the_text_of_plain_decoding(drafter):
+def test_every_method_writes_the_text_of_plain_decoding(drafter, kv_cache_dtype):
     """With the same weights in int8; the slow decoder computes in float64 with the dequantised weights."""
     rule = "confidence" if tiny.DRAFTERS[drafter].has_rule else "-"
-    loop = loop_in_int8(tiny.Combination(drafter, rule, "greedy"), Greedy())
+    config = dataclasses.replace(tiny.config_of(drafter), kv_cache_dtype=kv_cache_dtype)
+    loop = loop_in_int8(tiny.Combination(drafter, rule, "greedy"), Greedy(), config)
     texts = loop.texts(PROMPTS, BUDGETS)
     wide = reference.as_float64(loop.weights.target)
     for prompt, budget, text in zip(PROMPTS, BUDGETS, texts, strict=True):
@@ -201,9 +204,25 @@ def test_what_was_measured_with_other_weights_is_not_gone_on_with(stored, tmp_pa
         LineLog(path, _header(small, [[3, 4]], options), of="search")
 
 
+def test_an_int8_cache_is_that_of_the_model_and_of_its_drafts(stored, tmp_path):
+    """With the same files of methods; its measured costs are others."""
+    small = jaxspec.load(stored, kv_cache_dtype="int8", compilation_cache=False)
+    plain = jaxspec.load(stored, compilation_cache=False)
+    head = tiny.eagle_head(plain.config)
+    write_head(tmp_path, head, tiny.head_params(head), plain.fingerprint)
+    for lm, kv_cache_dtype in ((plain, "auto"), (small, "int8")):
+        draft, head = lm.drafts.load(str(stored)), lm.drafts.load_head(tmp_path, lm.loaded)
+        found = lm.config, draft.config, head.config.block, lm.loaded.exact.config, lm.loaded.until(1).config
+        assert {one.kv_cache_dtype for one in found} == {kv_cache_dtype}
+    assert small.precision == "float32, int8 cache"
+    assert small.fingerprint == plain.fingerprint
+
+
 def test_one_line_for_what_cannot_be(stored, tmp_path):
     with pytest.raises(ValueError, match="unknown weights 'int3'; give int8, or leave it out"):
         jaxspec.load(stored, weights="int3", compilation_cache=False)
+    with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; give auto or int8"):
+        jaxspec.load(stored, kv_cache_dtype="fp8", compilation_cache=False)
     small = jaxspec.load(stored, weights="int8", compilation_cache=False)
     with pytest.raises(
         ValueError, match=r"draft_bits is 8, but the weights of .* are int8 already; give fewer"

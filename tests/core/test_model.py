@@ -52,6 +52,7 @@ CONFIGS = {
         rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, original_max_position_embeddings=40),
     ),
     "sliding": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(5, 5)),
+    "int8_cache": dataclasses.replace(BASE, kv_cache_dtype="int8"),
 }
 LENGTHS = (13, 1, 9)
 

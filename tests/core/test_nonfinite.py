@@ -90,16 +90,20 @@ def test_logits_of_a_prompt_that_are_not_finite_give_no_token(combination):
 
 @pytest.mark.parametrize("harm", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("harmed", ["key", "value"])
-def test_a_harmful_key_or_value_is_seen_by_who_sees_its_slot(harmed, harm):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_a_harmful_key_or_value_is_seen_by_who_sees_its_slot(dtype, harmed, harm):
     """A score of -inf would leave nothing but slots that are not seen, and their stale values look sound."""
-    stale = (jnp.ones((1, 8, 4)), jnp.full((1, 8, 4), 5.0))
+    stale = (jnp.ones((1, 8, 4), dtype), jnp.full((1, 8, 4), 5, dtype))
+    stale += (jnp.ones((1, 8, 1)), jnp.ones((1, 8, 1))) if dtype == jnp.int8 else ()
     new = {"key": jnp.ones((1, 1, 1, 4)), "value": jnp.ones((1, 1, 1, 4))}
     new[harmed] = new[harmed].at[..., 0].set(harm)
     start = jnp.zeros(1, jnp.int32)
     layer = kv.write(stale, new["key"], new["value"], start, merged=True)
     mixed = kv.attend(jnp.ones((1, 1, 1, 1, 4)), layer, start[:, None], None, merged=True)
     assert jnp.isnan(mixed).all()
-    assert jnp.isfinite(layer[1]).all()
+    assert all(jnp.isfinite(x).all() for x in layer[1::2])
+    sound = kv.attend(jnp.ones((1, 1, 1, 1, 4)), layer, start[:, None] + 1, 1, merged=True)
+    assert jnp.isfinite(sound).all()
 
 
 OWN = [("draft-model", "constant"), ("draft-model", "any_of"), ("s2d", "adaptive")]

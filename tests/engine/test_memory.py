@@ -25,34 +25,33 @@ def test_a_model_fits_or_is_refused(monkeypatch):
     device = jax.devices("cpu")[0]
     assert memory.free_bytes(device) > 0
     monkeypatch.setattr(memory, "free_bytes", lambda device: 5 * GIB)
-    memory.check_fits(config, jnp.float32, 1, 2**20, device)
+    one, many = (memory.Texts(config, jnp.float32, batch, device) for batch in (1, 32))
+    memory.check_fits(one, 2**20)
     # The embedding of 2 GiB is not quantised, and a machine has one CPU.
     says = (
-        r"weights 4\.0.* cache 3\.00 GiB.*has 5\.00 GiB free; take --max-model-len (\d+), or a smaller batch$"
+        r"weights 4\.0.* cache 3\.00 GiB.* prefill 0\.00 MiB.*has 5\.00 GiB free; "
+        r"take --weights int8 --kv-cache-dtype int8, or --max-model-len (\d+), or a smaller batch$"
     )
     with pytest.raises(ValueError, match=says) as error:
-        memory.check_fits(config, jnp.float32, 32, 2**20, device)
+        memory.check_fits(many, 2**20)
     assert "\n" not in str(error.value)
     longest = int(re.search(r"len (\d+)", str(error.value))[1])
-    memory.check_fits(config, jnp.float32, 32, longest, device)
+    memory.check_fits(many, longest)
     with pytest.raises(ValueError, match="does not fit"):
-        memory.check_fits(config, jnp.float32, 32, 2 * longest, device)
-    memory.check_fits(config, jnp.bfloat16, 32, 2**20, device)
+        memory.check_fits(many, 2 * longest)
+    memory.check_fits(dataclasses.replace(many, dtype=jnp.bfloat16), 2**20)
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
-    memory.check_fits(config, jnp.float32, 2**20, 2**20, device)
+    memory.check_fits(dataclasses.replace(many, batch_size=2**20), 2**20)
 
 
-def refused(free, capacity, grown_from=0, bits=None, batch=1):
+def refused(free, capacity, grown_from=0, bits=None, batch=1, kv_cache_dtype="auto"):
     """Returns the refusal of caches of an 8b on a chip with this many GiB beside the weights; "" if they fit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_bytes", lambda device: int(free * GIB))
         try:
-            memory.check_cache_fits(
-                *(LLAMA_8B, jnp.bfloat16, batch, capacity, CHIP, bits),
-                row_bytes=cache.size_bytes(LLAMA_8B, 1, capacity, jnp.bfloat16),
-                grown_from=grown_from,
-                reach=1,
-            )
+            config = dataclasses.replace(LLAMA_8B, kv_cache_dtype=kv_cache_dtype)
+            texts = memory.Texts(config, jnp.bfloat16, batch, CHIP, bits, reach=1)
+            memory.check_cache_fits(texts, capacity, grown_from)
         except ValueError as error:
             return str(error)
     return ""
@@ -70,7 +69,7 @@ def test_a_model_needs_memory_for_its_prefill(monkeypatch):
     weights, slots = memory.needed_bytes(LLAMA_8B, jnp.bfloat16, 1, 32768)
     monkeypatch.setattr(memory, "free_bytes", lambda device: weights + slots + GIB // 100)
     with pytest.raises(ValueError, match=r"cache 4\.00 GiB .* and prefill 0\.08 GiB need 19\.0"):
-        memory.check_fits(LLAMA_8B, jnp.bfloat16, 1, 32768, CHIP)
+        memory.check_fits(memory.Texts(LLAMA_8B, jnp.bfloat16, 1, CHIP), 32768)
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -85,7 +84,28 @@ def test_a_refusal_names_what_would_fit(bits):
     assert refused(5.0, slots, buckets.before(slots, "tpu")) == ""
     assert refused(5.0, slots + 128, buckets.before(slots + 128, "tpu")) != ""
     assert refused(5.0, 65536, bits=bits, batch=4).endswith("a smaller batch")
-    assert refused(0.001, 512, bits=8).endswith("take --mesh model=2 (2 devices)")
+    assert refused(0.001, 512, bits=8).endswith("has 1.02 MiB free; take --mesh model=2 (2 devices)")
+
+
+def test_a_refusal_names_an_int8_cache():
+    """Alone, or with int8 weights if neither is enough; not if the cache is in int8."""
+    assert "take --weights int8, or --kv-cache-dtype int8, or --mesh" in refused(8.0, 65536)
+    assert refused(8.0, 65536, kv_cache_dtype="int8") == ""
+    weights, small = (memory.needed_bytes(LLAMA_8B, jnp.bfloat16, 1, 0, of)[0] / GIB for of in (None, 8))
+    assert "take --weights int8 --kv-cache-dtype int8, or --mesh" in refused(4.0, 131072)
+    assert refused(4.0 + weights - small, 131072, bits=8, kv_cache_dtype="int8") == ""
+    line = refused(8.0, 131072, bits=8, kv_cache_dtype="int8")
+    assert "8.12 GiB (batch 1, 131072 tokens)" in line
+    assert "take --mesh" in line
+
+
+def test_a_cache_has_the_bytes_that_are_counted():
+    """Slots of a head of 128 dimensions have 256 bytes in bfloat16, and 130 in int8."""
+    for kv_cache_dtype, size in (("auto", 256), ("int8", 130)):
+        config = dataclasses.replace(LLAMA_8B, kv_cache_dtype=kv_cache_dtype)
+        layers = jax.eval_shape(lambda: cache.create(config, 2, 512, jnp.bfloat16)).layers  # noqa: B023
+        assert memory.size_bytes(layers) == cache.size_bytes(config, 2, 512, jnp.bfloat16)
+        assert cache.size_bytes(config, 2, 512, jnp.bfloat16) == 2 * 2 * 512 * 32 * 8 * size
 
 
 def test_a_refusal_names_nothing_that_would_not_fit(monkeypatch):
@@ -93,4 +113,4 @@ def test_a_refusal_names_nothing_that_would_not_fit(monkeypatch):
     odd = dataclasses.replace(LLAMA_8B, num_heads=33, num_kv_heads=3)
     monkeypatch.setattr(memory, "free_bytes", lambda device: GIB)
     with pytest.raises(ValueError, match=r"; take a smaller model$"):
-        memory.check_fits(odd, jnp.bfloat16, 1, 512, CHIP)
+        memory.check_fits(memory.Texts(odd, jnp.bfloat16, 1, CHIP), 512)

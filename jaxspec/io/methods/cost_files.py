@@ -22,7 +22,7 @@ from jaxspec.io.records import record
 from jaxspec.model.config import LlamaConfig
 
 FORMAT = "jaxspec.costs/1"
-# Config fields that do not affect the costs.
+# Config fields that do not affect the costs, or that the name of the dtype includes.
 _TEXT_FIELDS = (
     "bos_token_id",
     "eos_token_ids",
@@ -30,6 +30,7 @@ _TEXT_FIELDS = (
     "max_position_embeddings",
     "exact",
     "max_model_len",
+    "kv_cache_dtype",
 )
 
 

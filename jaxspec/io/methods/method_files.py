@@ -40,7 +40,8 @@ THRESHOLDS_NAME = "thresholds"
 # Config fields that are not part of a model's identity, because they concern only its text.
 _TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
 # Fields that are newer than the first files with fingerprints, with the value that all models had before.
-_NEW_FIELDS = {"qk_norm": False, "kv_copies": 1, "exact": False, "max_model_len": None}
+_NEW_FIELDS: dict[str, Any] = {"qk_norm": False, "kv_copies": 1, "exact": False}
+_NEW_FIELDS |= {"max_model_len": None, "kv_cache_dtype": "auto"}
 # Numbers of each parameter's first and last row that go into a fingerprint.
 _SAMPLED = 8
 # The sampled rows of each leaf, by its name, see `sampled_rows`.

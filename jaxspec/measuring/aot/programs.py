@@ -227,7 +227,7 @@ def make(
       place: the devices.
       batch: number of rows.
       capacity: tokens per row; rounded up to a power of two, as in generation.
-      dtype: type of weights and cache.
+      dtype: type of weights, and of the cache if the target's `kv_cache_dtype` is auto.
       distribution: parameters of the sampling distribution, see `sampling.Sampling`; greedy by default.
       every_option: whether the programs are those of generation, with the branches of all options.
 
@@ -306,7 +306,8 @@ def _build(
                 f"{target.config.vocab_size}; a draft must have the target's"
             )
         drafts.append(found.config)
-        return dataclasses.replace(found, bits=target.bits).loaded(dtype)
+        config = dataclasses.replace(found.config, kv_cache_dtype=target.config.kv_cache_dtype)
+        return dataclasses.replace(found, config=config, bits=target.bits).loaded(dtype)
 
     def build() -> tuple[Drafter, Any]:
         loaded = target.loaded(dtype)

@@ -35,7 +35,7 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import quantise
 from jaxspec.model.sharding import param_shardings
 from jaxspec.model.tree import Shape
-from jaxspec.programs.memory import check_fits
+from jaxspec.programs.memory import Texts, check_fits
 from jaxspec.protocol import Weights
 from jaxspec.sampling import seed_key
 
@@ -180,7 +180,7 @@ def language_model(
     bits = resolve_weights(weights)
     with jax.default_device(place):
         if over is None:
-            check_fits(config, kind, batch_size=1, capacity=LARGE, device=place, bits=bits)
+            check_fits(Texts(config, kind, 1, place, bits), LARGE)
             params = init(seed_key(0))
         else:
             params = jax.jit(init, out_shardings=param_shardings(over, config))(seed_key(0))

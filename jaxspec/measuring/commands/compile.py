@@ -13,6 +13,7 @@ from jaxspec.console.output import writable
 from jaxspec.host.files import write_atomic
 from jaxspec.host.progress import Progress
 from jaxspec.measuring.aot.accelerators import mesh_axes, parse_topology
+from jaxspec.model.config import KVCacheDtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Compile:
       method: as in `jaxspec generate`.
       batch: rows decoded together.
       capacity: the maximum length of a row in tokens; rounded up to a power of two.
-      dtype: dtype of weights and cache. Default auto: float16 for v100 and t4, else bfloat16.
+      dtype: dtype of weights. Default auto: float16 for v100 and t4, else bfloat16.
       weights: int8 for int8 matrices with one scale per output channel, also in a draft model. Products convert them
         to dtype; whole weights that the compiler converts are counted, and there should be none. Only a CPU rounds
         activations to int8 too. Default: weights of dtype.
+      kv_cache_dtype: auto, keys and values in dtype, or int8, with a scale for each token and head.
       prefill: compile the prefill too; --no-prefill skips it.
       hlo: write the optimised program of the rounds to this file.
       json: print one JSON object and nothing else.
@@ -57,6 +59,7 @@ class Compile:
     capacity: int = 1024
     dtype: Dtype = "auto"
     weights: Weights | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
     prefill: bool = True
     hlo: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     json: bool = False
@@ -79,7 +82,8 @@ class Compile:
             place = Place.of(devices(topology), axes)
             dtype = dtype_named(self.dtype, place.devices[0])
             target = model_shape(self.model, self.shape)
-            target = dataclasses.replace(target, bits=resolve_weights(self.weights))
+            config = dataclasses.replace(target.config, kv_cache_dtype=self.kv_cache_dtype)
+            target = dataclasses.replace(target, config=config, bits=resolve_weights(self.weights))
             programs = make(
                 target,
                 method,
@@ -107,6 +111,7 @@ class Compile:
             "capacity": programs.request.tokens.shape[1],
             "dtype": dtype.name,
             "weights": self.weights,
+            "kv_cache_dtype": self.kv_cache_dtype,
             **found,
         }
         if self.json:
@@ -122,6 +127,7 @@ def _print(record: dict[str, Any], source: str) -> None:
 
     axes = " × ".join(f"{name} {size}" for name, size in record["mesh"].items())
     held = "" if record["weights"] is None else f" with {record['weights']} weights"
+    held += "" if record["kv_cache_dtype"] == "auto" else f", {record['kv_cache_dtype']} cache"
     table = Table(
         "",
         "",
