@@ -69,7 +69,7 @@ def _layer(config: LlamaConfig, p: Params, hidden: jax.Array) -> tuple[jax.Array
     normed = rms_norm(hidden, p["mlp"]["norm"], config.rms_norm_eps)
     inputs = {
         "attention": {"qkv": seen, "out": mixed[0]},
-        "mlp": {"gate_up": normed, "down": llama.gated(p["mlp"], normed)},
+        "mlp": {"gate_up": normed, "down": llama.gated(config, p["mlp"], normed)},
     }
     return llama.mlp(config, p["mlp"], hidden), jax.tree.map(_largest, inputs)
 

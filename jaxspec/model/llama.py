@@ -30,7 +30,7 @@ from jaxspec.model import rope
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once, run_if
-from jaxspec.model.numerics import kept_rounded, linear, rms_norm, stream_dtype
+from jaxspec.model.numerics import added_linear, kept_rounded, normed_linear, rms_norm, stream_dtype
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import Quantised
 from jaxspec.model.tree import Tree
@@ -171,8 +171,8 @@ def _of_two(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quan
 @jax.named_scope("head")
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Applies final norm and head: hidden [..., D] → float32[..., V], or [..., N] if `params` has a `vocabulary`."""
-    seen = final_norm(config, params, hidden)
-    return linear(seen, head(config, params), out_dtype=jnp.float32, exact=config.exact)
+    norm, eps, matrix = params["norm"], config.rms_norm_eps, head(config, params)
+    return normed_linear(hidden, norm, eps, matrix, out_dtype=jnp.float32, exact=config.exact)
 
 
 def logits_of_draft(
@@ -210,11 +210,18 @@ def attention(
     tables: tuple[jax.Array, jax.Array],
     attend: Attend,
     layer_cache: Any,
+    norm: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    keep: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """Runs attention on its input `seen` [B, T, ·], as wide as `qkv`; returns its output [B, T, D] and the cache."""
+    """Runs attention on its input `seen` [B, T, ·], as wide as `qkv`; returns its output [B, T, D] and the cache.
+
+    The input is normed by `norm` [·] and the output added to `residual` [B, T, D], if they are given; `keep` as in
+    `run_block`.
+    """
     batch, length, _ = seen.shape
     group, hd = config.group_size, config.head_dim
-    qkv = linear(seen, p["qkv"], p.get("qkv_bias"), exact=config.exact)
+    qkv = normed_linear(seen, norm, config.rms_norm_eps, p["qkv"], p.get("qkv_bias"), exact=config.exact)
     qkv = qkv.reshape(batch, length, config.held_kv_heads, group + 2, hd)
     turning = qkv[..., : group + 1, :]
     if config.qk_norm:
@@ -225,47 +232,20 @@ def attention(
         turned[..., :group, :], turned[..., group, :], qkv[..., group + 1, :], layer_cache
     )
     mixed = mixed.reshape(batch, length, config.num_heads * hd)
-    return linear(mixed, p["out"], p.get("out_bias"), exact=config.exact), layer_cache
-
-
-def _attention(
-    config: LlamaConfig,
-    p: Params,
-    hidden: jax.Array,
-    tables: tuple[jax.Array, jax.Array],
-    attend: Attend,
-    layer_cache: Any,
-    keep: jax.Array | None = None,
-) -> tuple[jax.Array, Any]:
-    normed = rms_norm(hidden, p["norm"], config.rms_norm_eps, config.exact)
-    write, layer_cache = attention(config, p, normed, tables, attend, layer_cache)
-    return _added(config, hidden, _kept(write, keep)), layer_cache
+    out = added_linear(residual, mixed, p["out"], p.get("out_bias"), keep=keep, exact=config.exact)
+    return out, layer_cache
 
 
 def mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | None = None) -> jax.Array:
     """Returns the residual stream [B, T, D] after an MLP sublayer with its norm; `keep` as in `run_block`."""
-    normed = rms_norm(hidden, p["norm"], config.rms_norm_eps, config.exact)
-    write = linear(gated(p, normed, config.exact), p["down"], p.get("down_bias"), exact=config.exact)
-    return _added(config, hidden, _kept(write, keep))
+    inner = gated(config, p, hidden, p["norm"])
+    return added_linear(hidden, inner, p["down"], p.get("down_bias"), keep=keep, exact=config.exact)
 
 
-def gated(p: Params, normed: jax.Array, exact: bool = False) -> jax.Array:
-    """Returns the gated inner activations of an MLP sublayer [B, T, I] for its normed input [B, T, D]."""
-    gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"), exact=exact)
-    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-
-
-def _added(config: LlamaConfig, hidden: jax.Array, write: jax.Array) -> jax.Array:
-    if not config.exact or hidden.dtype == jnp.float32:
-        return hidden + write
-    # XLA may keep more digits than the dtype has, but not where an early exit hands the stream to another program.
-    wide, info = hidden.astype(jnp.float32) + write.astype(jnp.float32), jnp.finfo(hidden.dtype)
-    return jax.lax.reduce_precision(wide, info.nexp, info.nmant).astype(hidden.dtype)
-
-
-def _kept(write: jax.Array, keep: jax.Array | None) -> jax.Array:
-    """Returns a sublayer's output [B, T, D], zero in the rows where `keep` bool[B] is False."""
-    return write if keep is None else write * keep[:, None, None].astype(write.dtype)
+def gated(config: LlamaConfig, p: Params, x: jax.Array, norm: jax.Array | None = None) -> jax.Array:
+    """Returns the gated inner activations of an MLP sublayer [B, T, F] for x [B, T, D], which `norm` norms if given."""
+    eps, bias = config.rms_norm_eps, p.get("gate_up_bias")
+    return normed_linear(x, norm, eps, p["gate_up"], bias, gated=True, exact=config.exact)
 
 
 def cached(
@@ -339,7 +319,9 @@ def run_layers(
         def attend_in(
             carry: tuple[jax.Array, kv.Layer], p: Params = p, attend: Attend = attend
         ) -> tuple[jax.Array, kv.Layer]:
-            return _attention(config, p["attention"], carry[0], tables, attend, carry[1])
+            hidden, layer_cache = carry
+            own = p["attention"]
+            return attention(config, own, hidden, tables, attend, layer_cache, own["norm"], hidden)
 
         before = hidden
         with jax.named_scope(f"layer_{layer}"):  # for a reader of the compiled program
@@ -438,7 +420,8 @@ def run_block(
     attend = packed(positions, segments, window)
     # `keep` multiplies each sublayer's output. With a `where` over the whole layer, XLA's CPU compiler computes the
     # stream below again in each of its readers: a backward pass took twice the time.
-    hidden, _ = _attention(config, p["attention"], hidden, tables, attend, None, keep)
+    own = p["attention"]
+    hidden, _ = attention(config, own, hidden, tables, attend, None, own["norm"], hidden, keep)
     return mlp(config, p["mlp"], hidden, keep)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,12 @@ TPU_ROWS = 8
 EXACT_ROWS, LANES = 8, 64
 # The most elements of a matrix for which one read per row is faster on a CPU than a call of the library.
 SMALL_WEIGHT = 2**18
-# Whether a product of at most `SUMMED_ROWS` rows on a CUDA device is `_summed`: a static setting of a trace, which
-# `programs.compiler_options.products` takes from the device.
-SUMMED = jax.make_user_context(False)
+# Names of kernels: on a CUDA device, a product of at most `SUMMED_ROWS` rows is `_summed`; products, with what comes
+# before and after them, are those of `gpu_kernels`; and these are emulated, on any device.
+SUMMED, PRODUCTS, INTERPRETED = "summed", "products", "interpreted"
+# The kernels that a program may use, a static setting of its trace; `programs.compiler_options.kernels` takes them from
+# the device.
+KERNELS = jax.make_user_context(frozenset[str]())
 SUMMED_ROWS = 9
 # The largest magnitude of a float16 operand of a product: half of float16's range.
 LARGEST_HALF = 2.0**15
@@ -86,7 +90,7 @@ def linear(
     special: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if rows == 1:
         special["tpu"] = functools.partial(_one_row, out_dtype=out_dtype)
-    if rows <= SUMMED_ROWS and SUMMED.value:
+    if rows <= SUMMED_ROWS and SUMMED in KERNELS.value:
         special["cuda"] = functools.partial(_summed, out_dtype=out_dtype)
     if x.dtype == weight.dtype == jnp.float32 and exact:
         special["cpu"] = _eight_rows
@@ -97,6 +101,95 @@ def linear(
     y = jax.lax.platform_dependent(x, weight, default=product, **special) if special else product(x, weight)
     biased: jax.Array = y if bias is None else y + bias
     return biased
+
+
+def normed_linear(
+    x: jax.Array,
+    norm: jax.Array | None,
+    eps: float,
+    weight: jax.Array | Quantised | Adapted,
+    bias: jax.Array | None = None,
+    *,
+    gated: bool = False,
+    out_dtype: DTypeLike | None = None,
+    exact: bool = False,
+) -> jax.Array:
+    """Returns `linear` of `rms_norm(x, norm, eps)`, [..., *O]; x is not normed if `norm` is None.
+
+    If `gated`, the weight is [2, F, I], and the result is silu(first) × second, [..., F].
+    """
+    made = _by_kernel(x, weight, bias, exact, gated=gated, norm=norm, eps=eps, out_dtype=out_dtype or x.dtype)
+    if made is not None:
+        return made
+    seen = x if norm is None else rms_norm(x, norm, eps, exact)
+    y = linear(seen, weight, bias, out_dtype, exact)
+    return jax.nn.silu(y[..., 0, :]) * y[..., 1, :] if gated else y
+
+
+def added_linear(
+    residual: jax.Array | None,
+    x: jax.Array,
+    weight: jax.Array | Quantised | Adapted,
+    bias: jax.Array | None = None,
+    *,
+    keep: jax.Array | None = None,
+    exact: bool = False,
+) -> jax.Array:
+    """Returns residual + `linear(x, weight, bias)`, [B, T, D]; without a residual, the product alone.
+
+    In rows where `keep` bool[B] is False, the residual is unchanged.
+    """
+    if keep is None:
+        made = _by_kernel(x, weight, bias, exact, residual=residual, out_dtype=x.dtype)
+        if made is not None:
+            return made
+    write = linear(x, weight, bias, exact=exact)
+    if keep is not None:
+        write = write * keep[:, None, None].astype(write.dtype)
+    if residual is None:
+        return write
+    if not exact or residual.dtype == jnp.float32:
+        return residual + write
+    # XLA may keep more digits than the dtype has, but not where an early exit hands the stream to another program.
+    wide, info = residual.astype(jnp.float32) + write.astype(jnp.float32), jnp.finfo(residual.dtype)
+    return jax.lax.reduce_precision(wide, info.nexp, info.nmant).astype(residual.dtype)
+
+
+def _by_kernel(
+    x: jax.Array,
+    weight: jax.Array | Quantised | Adapted,
+    bias: jax.Array | None,
+    exact: bool,
+    *,
+    residual: jax.Array | None = None,
+    gated: bool = False,
+    **more: Any,  # of `gpu_kernels.product`
+) -> jax.Array | None:
+    """Returns the result of `gpu_kernels.product`; None if it may not be used or has no such product."""
+    if PRODUCTS not in KERNELS.value or exact or isinstance(weight, Adapted) or weight.dtype.itemsize != 2:
+        return None
+    from jaxspec.model import gpu_kernels  # imports Pallas, which takes a while
+
+    matrix: Any = weight
+    scale = None
+    if isinstance(weight, Quantised):
+        if weight.outliers is not None or weight.bits != 8:
+            return None
+        matrix, scale = weight.packed, weight.scale
+    rows, channels = x.reshape(-1, x.shape[-1]), weight.shape[gated:-1]
+    if len(rows) > (gpu_kernels.MOST_ROWS if x.dtype == jnp.bfloat16 else gpu_kernels.FEW_ROWS):
+        return None
+    y = gpu_kernels.product(
+        rows,
+        matrix,
+        scale,
+        bias,
+        residual=None if residual is None else residual.reshape(len(rows), -1),
+        gated=gated,
+        interpret=INTERPRETED in KERNELS.value,
+        **more,
+    )
+    return y.reshape(*x.shape[:-1], *channels)
 
 
 def kept_rounded(product: jax.Array, never: jax.Array) -> jax.Array:

@@ -1,8 +1,7 @@
-"""Chooses compiler options, the default dtype and the kind of products by the device."""
+"""Chooses compiler options, the default dtype and the kernels by the device."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 
 from jaxspec.model.numerics import SUMMED
 from jaxspec.model.quantisation import is_quantised
+from jaxspec.programs import kernel_check
 
 # The limit of fast memory for one fusion, in KiB, and the chips on which the compiler estimates a gain: v5e and v5p.
 _LIMIT_KIB = 65536
@@ -34,7 +34,7 @@ def compiler_options(args: Any) -> dict[str, str] | None:
     Args:
       args: a tree of arrays or `jax.ShapeDtypeStruct`s. Leaves without a sharding are on the default device.
     """
-    device = _device(args)
+    device = _devices(args)[0]
     if device.platform in ("gpu", "cuda"):
         name = "xla_gpu_enable_command_buffer"
         return None if name in os.environ.get("XLA_FLAGS", "") else {name: _COMMAND_BUFFER}
@@ -43,15 +43,26 @@ def compiler_options(args: Any) -> dict[str, str] | None:
     return limit if quantised and device.device_kind in _CHIPS else None
 
 
-def products(args: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which a program is traced, which sets `numerics.SUMMED`.
+def kernels(args: Any) -> frozenset[str]:
+    """Returns the kernels with which a program is traced, see `numerics.KERNELS`.
 
-    It is true for a CUDA device without bfloat16 products. There a sum is faster than a product of a few rows.
+    A CUDA device without bfloat16 products sums products of a few rows, which is faster there. On other CUDA devices
+    they are those of `gpu_kernels` that pass `kernel_check`. Programs for several devices use none of these, nor does
+    any program if the environment variable `JAXSPEC_KERNELS` is `off`.
 
     Args:
       args: the arguments of the program, as in `compiler_options`.
     """
-    return SUMMED(not has_bfloat16(_device(args)))  # type: ignore[no-any-return]
+    devices = _devices(args)
+    if not has_bfloat16(devices[0]):
+        return frozenset({SUMMED})
+    off = os.environ.get("JAXSPEC_KERNELS") == "off"
+    if off or len(devices) > 1 or _capability(devices[0]) is None:
+        return frozenset()
+    leaves = jax.tree.leaves(args, is_leaf=is_quantised)
+    dtypes = {str(getattr(leaf, "dtype", "")) for leaf in leaves} & {"bfloat16", "float16"}
+    int8 = any(is_quantised(leaf) and leaf.bits == 8 for leaf in leaves)
+    return kernel_check.passed(devices[0], dtypes.pop(), int8) if len(dtypes) == 1 else frozenset()
 
 
 def has_bfloat16(device: jax.Device) -> bool:
@@ -63,12 +74,17 @@ def has_bfloat16(device: jax.Device) -> bool:
       >>> has_bfloat16(jax.devices("cpu")[0])
       True
     """
+    capability = _capability(device)
+    return capability is None or capability >= 8
+
+
+def _capability(device: jax.Device) -> int | None:
+    """Returns the major number of a CUDA device's compute capability; None for other devices."""
     found = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
-    return found is None or int(found[1]) >= 8
+    return None if found is None else int(found[1])
 
 
-def _device(args: Any) -> jax.Device:
-    """Returns a device of these arguments, by default JAX's."""
+def _devices(args: Any) -> list[jax.Device]:
+    """Returns the devices of the first of these arguments that has any, by default JAX's first."""
     shardings = [one.sharding for one in jax.tree.leaves(args) if getattr(one, "sharding", None) is not None]
-    (device, *_) = shardings[0].device_set if shardings else jax.devices()
-    return device
+    return list(shardings[0].device_set) if shardings else jax.devices()[:1]

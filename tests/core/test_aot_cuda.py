@@ -30,10 +30,22 @@ def test_no_cache_and_no_weight_is_copied(name):
 
 
 @pytest.mark.parametrize("topology", ["h100", "h200", "a100", "l4"])
-def test_the_kernels_of_a_layer(topology):
-    """As many as there were when this was written, or fewer."""
+def test_the_kernels_of_a_layer(topology, monkeypatch):
+    """As many as there were when this was written, or fewer: with the kernels of jaxspec, and without."""
     found = compiled(topology, "autoregressive", {})
-    assert found["kernels_per_layer"] <= 17
+    assert found["kernels_per_layer"] <= 11
+    monkeypatch.setenv("JAXSPEC_KERNELS", "off")
+    found = compiled(topology, "autoregressive", {})
+    assert 11 < found["kernels_per_layer"] <= 17
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("drafted", [2, 8, 15])
+def test_the_kernels_of_a_verification(drafted, bits):
+    """Up to 16 rows, with int8 weights that are read as they are."""
+    found = compiled("h100", "ngram", {"num_draft_tokens": drafted}, bits, "wide")
+    assert found["kernels_per_layer"] <= 13
+    assert found["weight_copies"] == found["dequantised_weights"] == found["cache_copies"] == 0
 
 
 def test_plain_decoding_on_several_gpus():

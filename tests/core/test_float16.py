@@ -17,7 +17,7 @@ from jaxspec.measuring.aot.accelerators import ACCELERATORS
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.numerics import SUMMED, SUMMED_ROWS, _summed, linear
+from jaxspec.model.numerics import KERNELS, SUMMED, SUMMED_ROWS, _summed, linear
 from jaxspec.model.quantisation import quantised
 from jaxspec.programs import compiler_options
 from jaxspec.programs.executables import Executables
@@ -106,7 +106,7 @@ def test_every_loop_carries_a_float32_stream_beside_float16_weights(combination)
 
 def lowered(rows: int, weight, platform: str, summed: bool):
     x = jnp.ones((rows, 48), jnp.float32)
-    with SUMMED(summed):
+    with KERNELS(frozenset({SUMMED} if summed else ())):
         return jax.jit(linear).trace(x, weight).lower(lowering_platforms=(platform,))
 
 
@@ -187,9 +187,8 @@ DEVICES = {
 @pytest.mark.parametrize(("where", "usual"), DEVICES.values(), ids=DEVICES)
 def test_the_dtype_and_the_products_of_a_device(where, usual):
     assert dtype_named(None, where) == dtype_named("auto", where) == jnp.dtype(usual)
-    leaf = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[where]))
-    with compiler_options.products({"w": leaf}):
-        assert SUMMED.value == (usual == "float16")
+    leaf = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[where]), dtype=usual)
+    assert (SUMMED in compiler_options.kernels({"w": leaf})) == (usual == "float16")
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16")])
@@ -201,7 +200,7 @@ def test_words_of_a_dtype(word, dtype):
 
 def test_a_program_is_traced_with_the_products_of_its_device(monkeypatch):
     def seen(x):
-        return x + (1 if SUMMED.value else 0)
+        return x + (1 if SUMMED in KERNELS.value else 0)
 
     assert Executables().call(jax.jit(seen), jnp.zeros(())) == 0
     monkeypatch.setattr(compiler_options, "has_bfloat16", lambda device: False)

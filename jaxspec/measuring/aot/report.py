@@ -34,7 +34,10 @@ _OF_ROUNDS = (
     "vector_products",
     "collectives",
 )
-_OF_A_GPU = ("kernels_per_round", "kernels_per_layer")
+_OF_A_GPU = ("kernels_per_round", "kernels_per_layer", "bandwidth_share")
+# Bytes per second, and microseconds to start a kernel, that fit the two steps measured on an H100, with command buffers
+# (docs/laboratory.md).
+_FIT = {"h100": (3.09e12, 1.79)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +128,8 @@ def report(
       `collectives`: collectives of a round by opcode, see `collectives`.
       `kernels_per_round`, `kernels_per_layer`: see `kernels` and `kernels_per_layer`; None unless the
         device is a GPU.
+      `bandwidth_share`: the share of the published bandwidth that a step of plain decoding reaches, by a fit of two
+        measured steps to bytes and kernels; None for other methods and devices.
       `cycles`: the TPU compiler's estimate of a round, see `cycles.estimate`; None for other devices.
       `compile_seconds`, `compile_processor_seconds`: time to trace and compile the rounds, see `Program`.
       `prefill`: the prefill's `fits`, memory, `compile_seconds` and `cycles` (of a chunk of the prompts); None if it
@@ -155,6 +160,11 @@ def report(
         if accelerator.is_gpu:
             counted = kernels(module, loop)
             record |= {"kernels_per_round": counted, "kernels_per_layer": kernels_per_layer(module, loop)}
+            if accelerator.name in _FIT and programs.parts.drafter.num_draft_tokens == 0:
+                bandwidth, start_us = _FIT[accelerator.name]
+                size = part_bytes(_read(programs))
+                seconds = size / bandwidth + 1e-6 * start_us * counted
+                record["bandwidth_share"] = size / accelerator.bandwidth / seconds
     record["cycles"] = cycles = _cycles(rounds, accelerator)
     record["compile_seconds"] = rounds.seconds
     record["compile_processor_seconds"] = rounds.processor_seconds
@@ -196,12 +206,9 @@ def predicted(programs: Programs, accelerator: Accelerator, kernels: int | None 
       accelerator: the device.
       kernels: kernels of one step of plain decoding on a GPU; None for the number that `roofline` assumes.
     """
-    config, target, state = programs.config, programs.weights.target, programs.state
-    read = (
-        target if config.tie_embeddings else {name: leaf for name, leaf in target.items() if name != "embed"}
-    )
+    config, state = programs.config, programs.state
     batch, rows = state.length.shape[0], part(state.length)[0]
-    cache = [leaf for pair in state.cache.layers for leaf in pair]
+    read, cache = _read(programs)
     matrices = sum(math.prod(part(leaf)) for leaf in jax.tree.leaves(read) if leaf.ndim > 1)
     slots = sum(math.prod(part(leaf)) for leaf in cache)
     flops = 2 * rows * matrices + 2 * config.group_size * slots
@@ -210,6 +217,13 @@ def predicted(programs: Programs, accelerator: Accelerator, kernels: int | None 
         usual = LAYER_OPERATIONS * config.num_layers + OTHER_OPERATIONS
         seconds += 1e-6 * accelerator.launch_us * (usual if kernels is None else kernels)
     return batch / seconds
+
+
+def _read(programs: Programs) -> tuple[Any, list[Any]]:
+    """Returns the arrays that a step of plain decoding reads: the target's weights, and its cache."""
+    target, tied = programs.weights.target, programs.config.tie_embeddings
+    weights = {name: leaf for name, leaf in target.items() if tied or name != "embed"}
+    return weights, [leaf for pair in programs.state.cache.layers for leaf in pair]
 
 
 def _memory(program: Program, shared: int, arguments: int) -> dict[str, int | None]:

@@ -112,6 +112,7 @@ class Compile:
             "dtype": dtype.name,
             "weights": self.weights,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "kernels": sorted(programs.kernels),
             **found,
         }
         if self.json:
@@ -158,6 +159,9 @@ def _print(record: dict[str, Any], source: str) -> None:
         table.add_row("kernels started in a round", _number(record["kernels_per_round"]))
         per_layer = record["kernels_per_layer"]
         table.add_row("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}")
+        table.add_row("of jaxspec, if the device passes their check", ", ".join(record["kernels"]) or "none")
+    if record["bandwidth_share"] is not None:
+        table.add_row("share of the bandwidth, by a fit", f"{record['bandwidth_share']:.2f}")
     speed = record["predicted_tokens_per_second"]
     if speed is not None or record["cycles"] is None:
         predicted = "unknown" if speed is None else f"{speed:,.0f} tokens/s"
