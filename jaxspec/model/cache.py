@@ -28,7 +28,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.numerics import LANES, SUMMED, filled, of_two_rows, precision_of, sums
+from jaxspec.model.numerics import KERNELS, LANES, SUMMED, filled, of_two_rows, precision_of, sums
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
 UNROLLED_ROWS = 8
@@ -349,7 +349,7 @@ def _batched_product(a: jax.Array, b: jax.Array, contract: int, exact: bool = Fa
         b = b.astype(a.dtype)
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
-    if b.dtype == jnp.int8 and SUMMED.value and a.shape[-2] <= SUMMED_QUERIES:
+    if b.dtype == jnp.int8 and SUMMED in KERNELS.value and a.shape[-2] <= SUMMED_QUERIES:
         summed: jax.Array = jax.lax.platform_dependent(
             a, b, cuda=functools.partial(_summed, contract), default=product
         )
