@@ -127,6 +127,6 @@ def _predicted(config: LlamaConfig, depth: int, params: llama.Params, text: jax.
     batch, length = text.shape
     start = jnp.zeros(batch, jnp.int32)
     cache = kv.create(config.truncated(max(depth, 1)), batch, length, params["embed"].dtype)
-    hidden = llama.embed(params, text)
+    hidden = llama.embed(config, params, text)
     hidden, _ = llama.run_layers(config, params, hidden, start, cache, layers=range(depth))
     return jnp.argmax(llama.logits(config, params, hidden), axis=-1)

@@ -162,14 +162,14 @@ def run_target(
     done = 0 if exits is None or rest else 1
     assert not (done and drafter.aux_layers), "auxiliary hidden states of the pending token need its row"
     if exits is None or done:
-        hidden, rest = llama.embed(target, tokens[:, done:]), range(config.num_layers)
+        hidden, rest = llama.embed(config, target, tokens[:, done:]), range(config.num_layers)
     else:
         # An early-exit draft has run the first layers on these tokens: continue from its hidden states.
         hidden = exits[:, : tokens.shape[1]]
     weights, start, count = target, inputs.view.start + done, hidden.shape[1]
     rows = None if tree is None else tree.rows(done, count)
     if beside is not None:
-        hidden = jnp.concatenate([hidden, llama.embed(target, beside.tokens)], axis=1)
+        hidden = jnp.concatenate([hidden, llama.embed(config, target, beside.tokens)], axis=1)
         weights, rows = beside.params, Tree.of(beside.shape, beside.shape.depth)
     aux_hidden_states = None
     if count:

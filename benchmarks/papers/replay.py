@@ -159,7 +159,7 @@ def _along(
     """Reads the tokens int32[1, S]; returns the proposals at `count` positions from `first` on, see `along`."""
     cache = kv.create(config, 1, tokens.shape[1], params["embed"].dtype)
     hidden, cache = llama.run_layers(
-        config, params, llama.embed(params, tokens), jnp.zeros(1, jnp.int32), cache
+        config, params, llama.embed(config, params, tokens), jnp.zeros(1, jnp.int32), cache
     )
     hidden = jax.lax.dynamic_slice_in_dim(hidden[0], first, count)
     logits = llama.logits(config, params, hidden)

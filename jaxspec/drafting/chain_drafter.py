@@ -206,7 +206,7 @@ def model_step(
         cache: KVCache, token: jax.Array, i: jax.Array, active: jax.Array
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         del active  # rows are computed together, so skipping some saves nothing
-        hidden = llama.embed(params, token[:, None])
+        hidden = llama.embed(config, params, token[:, None])
         hidden, cache = llama.run_layers(config, params, hidden, start + i, cache, plan=plan)
         return llama.logits(config, params, hidden[:, 0]), hidden[:, 0], cache
 

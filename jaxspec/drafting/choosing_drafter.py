@@ -349,10 +349,16 @@ class Choosing(Drafter):
 
             def through(width: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
                 exits, cache = carry
-                hidden, layers = llama.embed(params.target, fed[:, :width]), range(joined.exit_layer)
+                hidden = llama.embed(self.config, params.target, fed[:, :width])
                 branches = None if tree is None else tree.rows(0, width)
                 hidden, cache = llama.run_layers(
-                    self.config, params.target, hidden, view.start, cache, layers=layers, tree=branches
+                    self.config,
+                    params.target,
+                    hidden,
+                    view.start,
+                    cache,
+                    layers=range(joined.exit_layer),
+                    tree=branches,
                 )
                 return exits.at[:, :width].set(hidden), cache
 

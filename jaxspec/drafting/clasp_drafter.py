@@ -15,10 +15,10 @@ from jaxspec.drafting.masked_drafter import MaskedChain
 from jaxspec.model import cache as kv
 from jaxspec.model import llama, rope
 from jaxspec.model.cache import KVCache
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import LlamaConfig, Scores
 from jaxspec.model.control import once
 from jaxspec.model.llama import Params
-from jaxspec.model.numerics import cosine, rms_norm
+from jaxspec.model.numerics import cosine
 from jaxspec.protocol import Outcome, Prefill, Proposal, StopRule, View, Weights
 from jaxspec.sampling import Distribution
 from jaxspec.stopping import AdaptiveGamma, ConfidenceBelow
@@ -67,13 +67,15 @@ def choose_layers(
     """
     batch, rows = len(position), num_skipped + 1
     positions = jnp.broadcast_to(position[:, None], (batch, rows))
-    tables = rope.tables(config, positions, cache.rope_length)
     # Row j is the state with j layers skipped.
     hidden = jnp.broadcast_to(streams[:, :1], (batch, rows, streams.shape[-1]))
     left_out = []
     for layer, slots in enumerate(cache.layers):
-        read = functools.partial(_read, slots, positions, config.window(layer), cache.merged)
-        ran = _layer(config, params["layers"][layer], hidden, tables, read)
+        of, p = config.layer_type(layer), params["layers"][layer]
+        read = functools.partial(_read, slots, positions, of.window, cache.merged, config.scores)
+        turns = rope.tables(config, of, positions, cache.rope_length)
+        attended, _ = llama.attention_sublayer(config, p["attention"], hidden, turns, read)
+        ran = llama.mlp(config, p["mlp"], attended)
         kept = jnp.roll(hidden, 1, axis=1)
         true = streams[:, layer + 1, None]
         nearer = cosine(kept, true) > cosine(ran, true)
@@ -98,6 +100,7 @@ def _read(
     positions: jax.Array,
     window: int | None,
     merged: bool,
+    scores: Scores,
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
@@ -105,19 +108,7 @@ def _read(
 ) -> tuple[jax.Array, None]:
     """Attends to the slots of a layer without writing keys and values, see `llama.Attend`."""
     del keys, values
-    return kv.attend(queries, slots, positions, window, merged), nothing
-
-
-def _layer(
-    config: LlamaConfig,
-    p: Params,
-    hidden: jax.Array,
-    tables: tuple[jax.Array, jax.Array],
-    attend: llama.Attend,
-) -> jax.Array:
-    normed = rms_norm(hidden, p["attention"]["norm"], config.rms_norm_eps)
-    write, _ = llama.attention(config, p["attention"], normed, tables, attend, None)
-    return llama.mlp(config, p["mlp"], hidden + write)
+    return kv.attend(queries, slots, positions, window, merged, scores=scores), nothing
 
 
 @struct.dataclass

@@ -106,7 +106,7 @@ class DraftModel(ChainDrafter):
         """
         del active  # rows are computed together, so skipping some saves nothing
         cache, before = carry
-        hidden = llama.embed(params.drafter, jnp.stack([before, token], axis=1))
+        hidden = llama.embed(self.config, params.drafter, jnp.stack([before, token], axis=1))
         at = jnp.maximum(start + i - 1, 0)
         hidden, cache = llama.run_layers(self.config, params.drafter, hidden, at, cache)
         hidden = hidden[:, 1]
@@ -118,7 +118,9 @@ class DraftModel(ChainDrafter):
         def feed(carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
             cache, held = carry
             columns = jnp.minimum(held[:, None] + jnp.arange(self.catch_up), view.tokens.shape[1] - 1)
-            hidden = llama.embed(params.drafter, jnp.take_along_axis(view.tokens, columns, axis=1))
+            hidden = llama.embed(
+                self.config, params.drafter, jnp.take_along_axis(view.tokens, columns, axis=1)
+            )
             _, cache = llama.run_layers(self.config, params.drafter, hidden, held, cache)
             return cache, jnp.minimum(held + self.catch_up, view.start)
 

@@ -49,7 +49,7 @@ class ExitDrafter(ChainDrafter):
         config, target = self.config, params.target
 
         def run(cache: KVCache, token: jax.Array, position: jax.Array) -> tuple[jax.Array, KVCache]:
-            hidden = llama.embed(target, token[:, None])
+            hidden = llama.embed(config, target, token[:, None])
             return llama.run_layers(config, target, hidden, position, cache, layers=range(self.exit_layer))
 
         def step(

@@ -148,7 +148,7 @@ class S2D(ChainDrafter):
         waiting = dataclasses.replace(waiting, passed=jnp.minimum(waiting.passed, view.start[:, None]))
         # The last draft token was not fed, so after full acceptance it waits before the first layer.
         position = view.start[:, None] - 1
-        before = llama.embed(params.drafter, jnp.take_along_axis(view.tokens, position, axis=1))
+        before = llama.embed(self.config, params.drafter, jnp.take_along_axis(view.tokens, position, axis=1))
         waiting = waiting.put(position, before, waiting.passed[:, :1] <= position)
         step = functools.partial(self._step, params.drafter, view.start)
         proposal, own, state = self.draft(
@@ -177,7 +177,7 @@ class S2D(ChainDrafter):
         """
         cache, waiting = carry
         position = (start + i)[:, None]
-        waiting = waiting.put(position, llama.embed(draft, token[:, None]))
+        waiting = waiting.put(position, llama.embed(self.config, draft, token[:, None]))
         # The slots must suffice until the next step, before which two more tokens may come: the last of this draft,
         # which is not fed, and the pending one after it.
         full = jnp.any(position + 2 >= waiting.first[:, None] + self.max_waiting) & (not self.sorted_target)

@@ -108,6 +108,8 @@ def _step(
     *,
     config: LlamaConfig,
 ) -> tuple[jax.Array, KVCache]:
-    hidden, cache = llama.run_layers(config, params, llama.embed(params, tokens), start, cache, tree=tree)
+    hidden, cache = llama.run_layers(
+        config, params, llama.embed(config, params, tokens), start, cache, tree=tree
+    )
     # The head runs over the rows that are compared; a longer pass only fills the cache.
     return llama.logits(config, params, hidden[:, -_TOKENS:]), cache

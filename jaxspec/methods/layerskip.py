@@ -100,7 +100,9 @@ class LayerSkip(ChainMethod):
         read = method_files.read_probe(
             path, target.fingerprint, target.config.hidden_size, exit_layer, distribution
         )
-        direction = jnp.asarray(read.v) * target.params["norm"].astype(jnp.float32)
+        direction = jnp.asarray(read.v) * (
+            target.params["norm"].astype(jnp.float32) + target.config.norm_offset
+        )
         return Probe(direction, jnp.float32(read.b), jnp.float32(target.config.rms_norm_eps))
 
 

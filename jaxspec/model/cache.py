@@ -27,8 +27,17 @@ import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 
-from jaxspec.model.config import LlamaConfig
-from jaxspec.model.numerics import KERNELS, LANES, SUMMED, filled, of_two_rows, precision_of, sums
+from jaxspec.model.config import LlamaConfig, Scores
+from jaxspec.model.numerics import (
+    KERNELS,
+    LANES,
+    SUMMED,
+    capped,
+    filled,
+    of_two_rows,
+    precision_of,
+    sums,
+)
 
 # Up to this many rows a write is one in-place slice update per row; above, one scatter.
 UNROLLED_ROWS = 8
@@ -190,6 +199,7 @@ def attend(
     merged: bool,
     seen: jax.Array | None = None,
     places: jax.Array | None = None,
+    scores: Scores = Scores(),
 ) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] at positions int32[B, T] over a layer's slots.
 
@@ -202,19 +212,19 @@ def attend(
     """
     slots = layer[0].shape[-2]
     if places is not None:
-        return _by_positions(queries, layer, positions, window, merged, places, seen)
+        return _by_positions(queries, layer, positions, window, merged, places, seen, scores)
     num_queries = queries.size // queries.shape[-1]
 
     def whole(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
         slot = jnp.arange(layer[0].shape[-2])[None, None]
         mask = visible(positions, slot, window) if seen is None else seen
-        return attend_where(queries, layer, mask, merged)
+        return attend_where(queries, layer, mask, merged, scores)
 
     if slots <= BLOCK or slots % BLOCK:
         return whole(queries, positions, layer, seen)
 
     def by_blocks(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
-        return _by_blocks(queries, layer, positions, window, merged, BLOCK, seen)
+        return _by_blocks(queries, layer, positions, window, merged, BLOCK, scores, seen)
 
     def by_live_length(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
         # Slicing blocks takes a CPU more than half of the time for few queries, and less for many.
@@ -235,7 +245,7 @@ def attend(
         # the slots become a part of the product.
         shape = (len(positions), num_queries // positions.size, positions.shape[1])
         by_head = jnp.broadcast_to(positions[:, None], shape)
-        return _by_blocks(queries, layer, by_head, window, merged, width, seen)
+        return _by_blocks(queries, layer, by_head, window, merged, width, scores, seen)
 
     # A TPU decides by itself how many of the first slots it reads; a GPU would wait for its host in each layer.
     lengths = [n for n in (SHORTEST * 4**i for i in range(16)) if n < slots]
@@ -262,10 +272,12 @@ def block_on_accelerator(num_queries: int) -> int:
     return max(BLOCK, 1 << (SCORES_AT_ONCE // num_queries).bit_length() - 1)
 
 
-def attend_where(queries: jax.Array, layer: Layer, seen: jax.Array, merged: bool) -> jax.Array:
+def attend_where(
+    queries: jax.Array, layer: Layer, seen: jax.Array, merged: bool, scores: Scores = Scores()
+) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] over the slots where `seen` bool[B, T, S] → [B, T, KV, G, hd]."""
     q = _by_key_head(queries, merged)
-    mixed, total, _ = _partial_softmax(q, layer, seen)
+    mixed, total, _ = _partial_softmax(q, layer, seen, scores)
     return _by_query(mixed / total, queries)
 
 
@@ -283,14 +295,14 @@ def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
     return mixed.transpose(0, 3, 1, 2, 4)
 
 
-def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array) -> Sums:
+def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array, scores: Scores) -> Sums:
     """Returns the unnormalised softmax over some slots; `seen` is as in `_masked_scores`."""
     keys, values, *largest = layer
     q = q.astype(layer[-1].dtype)
-    scores = _masked_scores(q, keys, seen, *largest[:1])
+    scored = _masked_scores(q, keys, seen, scores, *largest[:1])
     # The maximum cancels out, so its gradient is zero.
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - top)
+    top = jax.lax.stop_gradient(jnp.max(scored, axis=-1, keepdims=True))
+    weights = jnp.exp(scored - top)
     rounded = weights.astype(q.dtype)
 
     def by_product(weights: jax.Array, rounded: jax.Array) -> jax.Array:
@@ -315,19 +327,21 @@ def _by_slot(largest: jax.Array) -> jax.Array:
 
 
 def _masked_scores(
-    q: jax.Array, keys: jax.Array, seen: jax.Array, *largest: jax.Array, exact: bool = False
+    q: jax.Array, keys: jax.Array, seen: jax.Array, scores: Scores, *largest: jax.Array, exact: bool = False
 ) -> jax.Array:
     """Returns the scores float32[..., S] of q [..., hd] where `seen` bool[B, T, S], or by head bool[B, KV·G, T, S].
 
     `largest`: for keys in int8, their largest magnitudes [..., S, 1].
     """
     batch, *_, length, slots = seen.shape
-    scores = _batched_product(q, keys, 1, exact) * (1.0 / math.sqrt(q.shape[-1]))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
+    scored = _batched_product(q, keys, 1, exact) * scale
     for each in largest:
-        scores *= _by_slot(each) * (1 / _LEVELS)
-    split = scores.reshape(batch, -1, length, slots)
+        scored *= _by_slot(each) * (1 / _LEVELS)
+    scored = capped(scored, scores.cap)
+    split = scored.reshape(batch, -1, length, slots)
     by_head = seen if seen.ndim == split.ndim else seen[:, None]
-    return jnp.where(by_head, split, _MASKED).reshape(scores.shape)
+    return jnp.where(by_head, split, _MASKED).reshape(scored.shape)
 
 
 def visible(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
@@ -375,6 +389,7 @@ def _by_blocks(
     window: int | None,
     merged: bool,
     width: int,
+    scores: Scores,
     mask: jax.Array | None = None,
 ) -> jax.Array:
     """Attention over the visible slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
@@ -400,7 +415,7 @@ def _by_blocks(
             seen = jax.lax.dynamic_slice_in_dim(mask, begin, width, 2)
         if slots % width:
             seen &= place >= first
-        new_mixed, new_total, new_top = _partial_softmax(q, block, seen)
+        new_mixed, new_total, new_top = _partial_softmax(q, block, seen, scores)
         # Rescale both parts to the common maximum before adding them.
         highest = jnp.maximum(top, new_top)
         old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
@@ -442,6 +457,7 @@ def _by_positions(
     merged: bool,
     places: jax.Array,
     seen: jax.Array | None,
+    scores: Scores,
 ) -> jax.Array:
     """Attention over the visible slots, by blocks of positions: the result of a row depends on its own text alone.
 
@@ -464,12 +480,12 @@ def _by_positions(
         mask = visible(positions, place, window) if seen is None else cut(seen, index, 2)
         mask = jnp.pad(mask & (place // BLOCK == index), [(0, 0), (0, 0), padding[-2]])
         keys, *largest = (jnp.pad(x, [*padding[:-1], (0, 0)]) for x in block[::2])
-        scores = _masked_scores(q, keys, mask, *largest, exact=True)
+        scored = _masked_scores(q, keys, mask, scores, *largest, exact=True)
         # The sums so far are one more slot, whose score is the maximum so far.
         before = jnp.broadcast_to(top, (*top.shape[:-1], LANES))
-        scores = jnp.concatenate([scores, before], axis=-1)
-        highest = jax.lax.optimization_barrier(jnp.max(scores, axis=-1, keepdims=True))
-        weights = jax.lax.optimization_barrier(jnp.exp(scores - highest))
+        scored = jnp.concatenate([scored, before], axis=-1)
+        highest = jax.lax.optimization_barrier(jnp.max(scored, axis=-1, keepdims=True))
+        weights = jax.lax.optimization_barrier(jnp.exp(scored - highest))
         new, old = weights[..., :-LANES], weights[..., -1:]
         values, *largest = (x.astype(jnp.float32) for x in block[1::2])
         if largest:

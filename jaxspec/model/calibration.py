@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.model import llama, rope
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import LayerType, LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.numerics import rms_norm
 from jaxspec.model.quantisation import NUM_OUTLIERS, with_outliers
 
 
@@ -41,22 +40,24 @@ def largest_inputs(config: LlamaConfig, params: Params, tokens: jax.Array) -> di
 
     The result has the tree of the parameters, without the leaves that are not matrices of products.
     """
-    hidden = llama.embed(params, tokens)
+    hidden = llama.embed(config, params, tokens)
     layers = []
-    for p in params["layers"]:  # all layers share one program
-        hidden, largest = _layer(config, p, hidden)
+    for number, p in enumerate(params["layers"]):  # all layers of a type share one program
+        hidden, largest = _layer(config, config.layer_type(number), p, hidden)
         layers.append(largest)
     head = "embed" if config.tie_embeddings else "head"
     return {"layers": layers, head: _largest(llama.final_norm(config, params, hidden))}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _layer(config: LlamaConfig, p: Params, hidden: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer(
+    config: LlamaConfig, of: LayerType, p: Params, hidden: jax.Array
+) -> tuple[jax.Array, dict[str, Any]]:
     """Returns the residual stream [B, T, D] after a layer, and the largest inputs of its matrices."""
     batch, length, _ = hidden.shape
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    tables = rope.tables(config, positions, jnp.full(batch, length))
-    attend = llama.packed(positions, jnp.zeros_like(positions))
+    turns = rope.tables(config, of, positions, jnp.full(batch, length))
+    attend = llama.packed(positions, jnp.zeros_like(positions), of.window, config.scores)
     mixed: list[jax.Array] = []
 
     def recorded(*arguments: Any) -> tuple[jax.Array, None]:
@@ -64,9 +65,9 @@ def _layer(config: LlamaConfig, p: Params, hidden: jax.Array) -> tuple[jax.Array
         mixed.append(out.reshape(batch, length, -1))
         return out, None
 
-    seen = rms_norm(hidden, p["attention"]["norm"], config.rms_norm_eps)
-    hidden = hidden + llama.attention(config, p["attention"], seen, tables, recorded, None)[0]
-    normed = rms_norm(hidden, p["mlp"]["norm"], config.rms_norm_eps)
+    seen = llama.sublayer_input(config, p["attention"], hidden)
+    hidden, _ = llama.attention_sublayer(config, p["attention"], hidden, turns, recorded)
+    normed = llama.sublayer_input(config, p["mlp"], hidden)
     inputs = {
         "attention": {"qkv": seen, "out": mixed[0]},
         "mlp": {"gate_up": normed, "down": llama.gated(config, p["mlp"], normed)},

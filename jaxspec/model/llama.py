@@ -8,9 +8,10 @@ and a mesh can still divide it by heads (KV and G count copies of key/value head
     layers[l].attention    norm [D]   qkv [KV, (G+2)·hd, D] (G query heads, key, value)   out [D, H·hd]
     layers[l].mlp          norm [D]   gate_up [2, F, D]                                   down [D, F]
 
-with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D], `q_norm` [hd] and `k_norm` [hd]
-where configured. A matrix, or a tied embedding, may be `Quantised`. The parameters of a draft may have a `vocabulary`,
-a `Vocabulary` of some tokens, in place of the head.
+with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D], `post_norm` [D] in place of a
+sublayer's `norm` or beside it, `q_norm` [hd] and `k_norm` [hd], or over all heads `wide_q_norm` [H, hd] and
+`wide_k_norm` [num_kv_heads, hd], where configured. A matrix, or a tied embedding, may be `Quantised`. The parameters of
+a draft may have a `vocabulary`, a `Vocabulary` of some tokens, in place of the head.
 """
 
 from __future__ import annotations
@@ -28,9 +29,18 @@ from jax.typing import DTypeLike
 from jaxspec.model import cache as kv
 from jaxspec.model import rope
 from jaxspec.model.cache import KVCache
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import LayerType, LlamaConfig, Scores
 from jaxspec.model.control import once, run_if
-from jaxspec.model.numerics import added_linear, kept_rounded, normed_linear, rms_norm, stream_dtype
+from jaxspec.model.numerics import (
+    added,
+    added_linear,
+    capped,
+    kept_rounded,
+    linear,
+    normed_linear,
+    rms_norm,
+    stream_dtype,
+)
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import Quantised
 from jaxspec.model.tree import Tree
@@ -53,13 +63,18 @@ def param_shapes(config: LlamaConfig) -> Params:
     """Returns the tree of parameters, a shape tuple at each leaf."""
     width, inner = config.hidden_size, config.intermediate_size
     qkv = (config.held_kv_heads, (config.group_size + 2) * config.head_dim)
-    attention = {"norm": (width,), "qkv": (*qkv, width), "out": (width, config.num_heads * config.head_dim)}
-    mlp = {"norm": (width,), "gate_up": (2, inner, width), "down": (width, inner)}
+    placed = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
+    norms = dict.fromkeys(placed[config.norm_placement], (width,))
+    attention = norms | {"qkv": (*qkv, width), "out": (width, config.num_heads * config.head_dim)}
+    mlp = norms | {"gate_up": (2, inner, width), "down": (width, inner)}
     if config.qkv_bias:
         attention["qkv_bias"] = qkv
     if config.output_bias:
         attention["out_bias"] = (width,)
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_over_heads:
+        heads = {"wide_q_norm": config.num_heads, "wide_k_norm": config.num_kv_heads}
+        attention |= {name: (count, config.head_dim) for name, count in heads.items()}
+    elif config.qk_norm:
         attention |= dict.fromkeys(("q_norm", "k_norm"), (config.head_dim,))
     if config.mlp_bias:
         mlp |= {"gate_up_bias": (2, inner), "down_bias": (width,)}
@@ -101,9 +116,10 @@ def init_params(
 ) -> Params:
     """Returns random parameters: matrices N(0, scale² ÷ fan-in), embedding N(0, scale² ÷ D), norms 1, biases 0.
 
-    With `shardings`, a tree of them, each device draws only its own shards of the same numbers.
+    The norms are 1 with their `norm_offset`. With `shardings`, a tree of them, each device draws only its own shards of
+    the same numbers.
     """
-    return draw(param_shapes(config), key, dtype, scale, shardings)
+    return draw(param_shapes(config), key, dtype, scale, shardings, 1 - config.norm_offset)
 
 
 def draw(
@@ -112,6 +128,7 @@ def draw(
     dtype: DTypeLike = jnp.float32,
     scale: float = 1.0,
     shardings: Params | None = None,
+    norm: float = 1.0,
 ) -> Params:
     """Returns random parameters as `init_params` does, for any tree of shapes."""
     leaves, tree = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
@@ -120,7 +137,7 @@ def draw(
     for index, ((path, shape), place) in enumerate(zip(leaves, places, strict=True)):
         name = path[-1].key
         if name.endswith("norm"):
-            drawn.append(jnp.ones(shape, dtype, device=place))
+            drawn.append(jnp.full(shape, norm, dtype, device=place))
         elif name.endswith("bias"):
             drawn.append(jnp.zeros(shape, dtype, device=place))
         else:
@@ -142,8 +159,17 @@ def stream_of(params: Params) -> DTypeLike:
     return stream_dtype(params["embed"].dtype)
 
 
-def embed(params: Params, tokens: jax.Array) -> jax.Array:
+def embed(config: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """Tokens int32[B, T] → residual stream [B, T, D], in `stream_of` these parameters."""
+    rows = embedding_rows(params, tokens)
+    if config.embedding_multiplier == 1:
+        return rows
+    # The factor has the dtype of the weights, as in transformers.
+    return rows * jnp.asarray(config.embedding_multiplier, params["embed"].dtype).astype(rows.dtype)
+
+
+def embedding_rows(params: Params, tokens: jax.Array) -> jax.Array:
+    """Returns the rows of the embedding for tokens int32[B, T], [B, T, D], in `stream_of` these parameters."""
     if tokens.size == 1:
         # XLA turns a gather of one row into a slice. A slice of a sharded table makes several GPUs gather the whole
         # table, and a TPU copy an int8 table into another layout. A gather of two rows avoids both.
@@ -172,7 +198,16 @@ def _of_two(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array | Quan
 def logits(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Applies final norm and head: hidden [..., D] → float32[..., V], or [..., N] if `params` has a `vocabulary`."""
     norm, eps, matrix = params["norm"], config.rms_norm_eps, head(config, params)
-    return normed_linear(hidden, norm, eps, matrix, out_dtype=jnp.float32, exact=config.exact)
+    products = normed_linear(
+        hidden, norm, eps, matrix, offset=config.norm_offset, out_dtype=jnp.float32, exact=config.exact
+    )
+    return scaled_logits(config, products)
+
+
+def scaled_logits(config: LlamaConfig, products: jax.Array) -> jax.Array:
+    """Returns the logits for the products of the head, float32[..., V], with their factor and cap."""
+    scaled = products if config.logit_multiplier == 1 else products * config.logit_multiplier
+    return capped(scaled, config.logit_cap)
 
 
 def logits_of_draft(
@@ -180,13 +215,18 @@ def logits_of_draft(
 ) -> jax.Array:
     """Returns `logits` by the target's head with a draft's own norm, its ε, and its `vocabulary` if it has one."""
     mine: Params = {name: own[name] for name in ("norm", "vocabulary") if name in own}
-    read_as = dataclasses.replace(target, rms_norm_eps=eps)
+    offset = 0.0 if "norm" in own else target.norm_offset
+    read_as = dataclasses.replace(target, rms_norm_eps=eps, norm_offset=offset)
     return logits(read_as, {**target_params, **mine}, hidden)
 
 
 def final_norm(config: LlamaConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Applies the final norm to hidden [..., D]."""
-    return rms_norm(hidden, params["norm"], config.rms_norm_eps, config.exact)
+    return _norm(config, hidden, params["norm"])
+
+
+def _norm(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return rms_norm(x, weight, config.rms_norm_eps, config.exact, config.norm_offset)
 
 
 def head(config: LlamaConfig, params: Params) -> jax.Array | Quantised:
@@ -207,7 +247,7 @@ def attention(
     config: LlamaConfig,
     p: Params,
     seen: jax.Array,
-    tables: tuple[jax.Array, jax.Array],
+    turns: rope.Tables,
     attend: Attend,
     layer_cache: Any,
     norm: jax.Array | None = None,
@@ -221,31 +261,73 @@ def attention(
     """
     batch, length, _ = seen.shape
     group, hd = config.group_size, config.head_dim
-    qkv = normed_linear(seen, norm, config.rms_norm_eps, p["qkv"], p.get("qkv_bias"), exact=config.exact)
+    eps, offset = config.rms_norm_eps, config.norm_offset
+    qkv = normed_linear(seen, norm, eps, p["qkv"], p.get("qkv_bias"), offset=offset, exact=config.exact)
     qkv = qkv.reshape(batch, length, config.held_kv_heads, group + 2, hd)
     turning = qkv[..., : group + 1, :]
-    if config.qk_norm:
-        norms = jnp.stack([p["q_norm"]] * group + [p["k_norm"]])
-        turning = rms_norm(turning, norms, config.rms_norm_eps, config.exact)
-    turned = rope.rotate(turning, *tables)
-    mixed, layer_cache = attend(
-        turned[..., :group, :], turned[..., group, :], qkv[..., group + 1, :], layer_cache
-    )
+    if config.qk_norm and config.qk_norm_over_heads:
+        weights = p["wide_q_norm"], jnp.repeat(p["wide_k_norm"], config.kv_copies, axis=0)
+        parts = zip(jnp.split(turning, (group,), axis=-2), weights, strict=True)
+        turning = jnp.concatenate([_over_heads(config, part, weight) for part, weight in parts], axis=-2)
+    elif config.qk_norm:
+        turning = _norm(config, turning, jnp.stack([p["q_norm"]] * group + [p["k_norm"]]))
+    turned = rope.rotate(turning, turns)
+    queries = turned[..., :group, :]
+    if (factor := turns.query_factor) is not None:
+        queries = (queries * factor[:, :, None, None, None]).astype(queries.dtype)
+    mixed, layer_cache = attend(queries, turned[..., group, :], qkv[..., group + 1, :], layer_cache)
     mixed = mixed.reshape(batch, length, config.num_heads * hd)
-    out = added_linear(residual, mixed, p["out"], p.get("out_bias"), keep=keep, exact=config.exact)
-    return out, layer_cache
+    if residual is None:
+        return linear(mixed, p["out"], p.get("out_bias"), exact=config.exact), layer_cache
+    return _added(config, p, residual, mixed, "out", keep), layer_cache
+
+
+def _over_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns x [B, T, KV, N, hd] after a norm over all heads."""
+    return _norm(config, x.reshape(*x.shape[:2], -1), weight.reshape(-1)).reshape(x.shape)
+
+
+def attention_sublayer(
+    config: LlamaConfig,
+    p: Params,
+    hidden: jax.Array,
+    turns: rope.Tables,
+    attend: Attend,
+    layer_cache: Any = None,
+    keep: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
+    """Returns the residual stream [B, T, D] after attention with its norms, and the cache; `keep` as in `run_block`."""
+    return attention(config, p, hidden, turns, attend, layer_cache, p.get("norm"), hidden, keep)
 
 
 def mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | None = None) -> jax.Array:
-    """Returns the residual stream [B, T, D] after an MLP sublayer with its norm; `keep` as in `run_block`."""
-    inner = gated(config, p, hidden, p["norm"])
-    return added_linear(hidden, inner, p["down"], p.get("down_bias"), keep=keep, exact=config.exact)
+    """Returns the residual stream [B, T, D] after an MLP with its norms; `keep` as in `run_block`."""
+    return _added(config, p, hidden, gated(config, p, hidden, p.get("norm")), "down", keep)
 
 
 def gated(config: LlamaConfig, p: Params, x: jax.Array, norm: jax.Array | None = None) -> jax.Array:
-    """Returns the gated inner activations of an MLP sublayer [B, T, F] for x [B, T, D], which `norm` norms if given."""
-    eps, bias = config.rms_norm_eps, p.get("gate_up_bias")
-    return normed_linear(x, norm, eps, p["gate_up"], bias, gated=True, exact=config.exact)
+    """Returns the gated inner activations of an MLP [B, T, F] for x [B, T, D], which `norm` norms if given."""
+    eps, bias, offset = config.rms_norm_eps, p.get("gate_up_bias"), config.norm_offset
+    gate, exact = config.activation, config.exact
+    return normed_linear(x, norm, eps, p["gate_up"], bias, offset=offset, gate=gate, exact=exact)
+
+
+def sublayer_input(config: LlamaConfig, p: Params, hidden: jax.Array) -> jax.Array:
+    """Returns the input [B, T, D] of a sublayer's first product: the residual stream, after a norm if it has one."""
+    return _norm(config, hidden, p["norm"]) if "norm" in p else hidden
+
+
+def _added(
+    config: LlamaConfig, p: Params, hidden: jax.Array, x: jax.Array, name: str, keep: jax.Array | None
+) -> jax.Array:
+    """Returns the residual stream with the output of a sublayer added, the product of x with the matrix `name`."""
+    bias, exact = p.get(f"{name}_bias"), config.exact
+    if "post_norm" not in p and config.residual_multiplier == 1:
+        return added_linear(hidden, x, p[name], bias, keep=keep, exact=exact)
+    write = linear(x, p[name], bias, exact=exact)
+    if "post_norm" in p:
+        write = _norm(config, write, p["post_norm"])
+    return added(hidden, write * config.residual_multiplier, keep, exact)
 
 
 def cached(
@@ -255,15 +337,16 @@ def cached(
     merged: bool,
     seen: jax.Array | None = None,
     places: jax.Array | None = None,
+    scores: Scores = Scores(),
 ) -> Attend:
     """Returns an attention of tokens at slots int32[B, T], start[b] + t, that writes a layer's cache, then reads it.
 
-    `seen` and `places` are as in `cache.attend`.
+    `seen`, `places` and `scores` are as in `cache.attend`.
     """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer) -> tuple[jax.Array, kv.Layer]:
         layer_cache = kv.write(layer_cache, k, v, start, merged)
-        return kv.attend(q, layer_cache, slots, window, merged, seen, places), layer_cache
+        return kv.attend(q, layer_cache, slots, window, merged, seen, places, scores), layer_cache
 
     return attend
 
@@ -308,20 +391,22 @@ def run_layers(
         windows = {config.window(layer) for layer in layers}
         seen = {window: tree.visible(start, cache.capacity, window) for window in windows}
         places = tree.places(start, cache.capacity) if config.exact else None
-    tables = rope.tables(config, positions, cache.rope_length)
+    types = {layer: config.layer_type(layer) for layer in layers}
+    # In the order of the layers, so that each process traces the same program.
+    turns = {
+        of: rope.tables(config, of, positions, cache.rope_length) for of in dict.fromkeys(types.values())
+    }
     written = list(cache.layers)
     for layer in layers:
         p = params["layers"][layer]
         run_attention, run_mlp = (True, True) if plan is None else plan[layer]
-        window = config.window(layer)
-        attend = cached(start, slots, window, cache.merged, seen.get(window), places)
+        of, window = turns[types[layer]], types[layer].window
+        attend = cached(start, slots, window, cache.merged, seen.get(window), places, config.scores)
 
         def attend_in(
-            carry: tuple[jax.Array, kv.Layer], p: Params = p, attend: Attend = attend
+            carry: tuple[jax.Array, kv.Layer], p: Params = p, of: rope.Tables = of, attend: Attend = attend
         ) -> tuple[jax.Array, kv.Layer]:
-            hidden, layer_cache = carry
-            own = p["attention"]
-            return attention(config, own, hidden, tables, attend, layer_cache, own["norm"], hidden)
+            return attention_sublayer(config, p["attention"], carry[0], of, attend, carry[1])
 
         before = hidden
         with jax.named_scope(f"layer_{layer}"):  # for a reader of the compiled program
@@ -395,38 +480,39 @@ def aux_hidden_states_of(
 
 def run_block(
     config: LlamaConfig,
+    of: LayerType,
     p: Params,
     hidden: jax.Array,
     positions: jax.Array,
     segments: jax.Array,
-    window: int | None = None,
     keep: jax.Array | None = None,
 ) -> jax.Array:
     """Runs one layer without a cache, for training: every token attends within its own segment.
 
     Args:
       config: the model.
+      of: the type of the layer, from `config.layer_type`.
       p: one entry of `params["layers"]`.
       hidden: [B, T, D].
       positions: int32[B, T], counted from the start of each segment.
       segments: int32[B, T], the number of the packed document of each token.
-      window: the attention window in positions, None for all.
       keep: bool[B], the rows for which the layer runs; it is the identity for the others. None for all rows.
 
     Returns:
       hidden [B, T, D].
     """
-    tables = rope.tables(config, positions, jnp.zeros(hidden.shape[0], jnp.int32))
-    attend = packed(positions, segments, window)
+    turns = rope.tables(config, of, positions, jnp.zeros(hidden.shape[0], jnp.int32))
+    attend = packed(positions, segments, of.window, config.scores)
     # `keep` multiplies each sublayer's output. With a `where` over the whole layer, XLA's CPU compiler computes the
     # stream below again in each of its readers: a backward pass took twice the time.
-    own = p["attention"]
-    hidden, _ = attention(config, own, hidden, tables, attend, None, own["norm"], hidden, keep)
+    hidden, _ = attention_sublayer(config, p["attention"], hidden, turns, attend, None, keep)
     return mlp(config, p["mlp"], hidden, keep)
 
 
-def packed(positions: jax.Array, segments: jax.Array, window: int | None = None) -> Attend:
-    """Returns an attention without a cache, for training; `positions`, `segments` and `window` as in `run_block`."""
+def packed(
+    positions: jax.Array, segments: jax.Array, window: int | None = None, scores: Scores = Scores()
+) -> Attend:
+    """Returns an attention without a cache, for training; `positions` and `segments` as in `run_block`."""
     same = segments[:, :, None] == segments[:, None, :]
     mask = same & kv.visible(positions, positions[:, None, :], window)
 
@@ -436,7 +522,7 @@ def packed(positions: jax.Array, segments: jax.Array, window: int | None = None)
         for begin in range(0, q.shape[1], QUERIES_AT_ONCE):
             end = min(begin + QUERIES_AT_ONCE, q.shape[1])
             split = (k[:, :end].swapaxes(1, 2), v[:, :end].swapaxes(1, 2))
-            mixed.append(kv.attend_where(q[:, begin:end], split, mask[:, begin:end, :end], merged=False))
+            mixed.append(kv.attend_where(q[:, begin:end], split, mask[:, begin:end, :end], False, scores))
         return jnp.concatenate(mixed, axis=1), layer_cache
 
     return attend
@@ -456,5 +542,5 @@ def forward(
     Returns:
       logits float32[B, T, V], hidden [B, T, D] before the final norm, cache. See `run_layers`.
     """
-    hidden, cache = run_layers(config, params, embed(params, tokens), start, cache, plan=plan)
+    hidden, cache = run_layers(config, params, embed(config, params, tokens), start, cache, plan=plan)
     return logits(config, params, hidden), hidden, cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -110,24 +110,35 @@ def normed_linear(
     weight: jax.Array | Quantised | Adapted,
     bias: jax.Array | None = None,
     *,
-    gated: bool = False,
+    offset: float = 0.0,
+    gate: Literal["silu", "gelu_tanh"] | None = None,
     out_dtype: DTypeLike | None = None,
     exact: bool = False,
 ) -> jax.Array:
-    """Returns `linear` of `rms_norm(x, norm, eps)`, [..., *O]; x is not normed if `norm` is None.
+    """Returns `linear` of `rms_norm(x, norm, eps, offset)`, [..., *O]; x is not normed if `norm` is None.
 
-    If `gated`, the weight is [2, F, I], and the result is silu(first) × second, [..., F].
+    With a `gate`, the weight is [2, F, I], and the result is gate(first) × second, [..., F].
     """
-    made = _by_kernel(x, weight, bias, exact, gated=gated, norm=norm, eps=eps, out_dtype=out_dtype or x.dtype)
-    if made is not None:
-        return made
-    seen = x if norm is None else rms_norm(x, norm, eps, exact)
+    if not offset and gate != "gelu_tanh":
+        of_kernel: dict[str, Any] = {
+            "gated": gate is not None,
+            "norm": norm,
+            "eps": eps,
+            "out_dtype": out_dtype or x.dtype,
+        }
+        made = _by_kernel(x, weight, bias, exact, **of_kernel)
+        if made is not None:
+            return made
+    seen = x if norm is None else rms_norm(x, norm, eps, exact, offset)
     y = linear(seen, weight, bias, out_dtype, exact)
-    return jax.nn.silu(y[..., 0, :]) * y[..., 1, :] if gated else y
+    if gate is None:
+        return y
+    activation = jax.nn.silu if gate == "silu" else jax.nn.gelu  # by tanh
+    return activation(y[..., 0, :]) * y[..., 1, :]
 
 
 def added_linear(
-    residual: jax.Array | None,
+    residual: jax.Array,
     x: jax.Array,
     weight: jax.Array | Quantised | Adapted,
     bias: jax.Array | None = None,
@@ -135,19 +146,18 @@ def added_linear(
     keep: jax.Array | None = None,
     exact: bool = False,
 ) -> jax.Array:
-    """Returns residual + `linear(x, weight, bias)`, [B, T, D]; without a residual, the product alone.
-
-    In rows where `keep` bool[B] is False, the residual is unchanged.
-    """
+    """Returns residual + `linear(x, weight, bias)`, [B, T, D]; `keep` as in `added`."""
     if keep is None:
         made = _by_kernel(x, weight, bias, exact, residual=residual, out_dtype=x.dtype)
         if made is not None:
             return made
-    write = linear(x, weight, bias, exact=exact)
+    return added(residual, linear(x, weight, bias, exact=exact), keep, exact)
+
+
+def added(residual: jax.Array, write: jax.Array, keep: jax.Array | None, exact: bool) -> jax.Array:
+    """Returns residual + write, [B, T, D]; the residual alone in rows where `keep` bool[B] is False."""
     if keep is not None:
         write = write * keep[:, None, None].astype(write.dtype)
-    if residual is None:
-        return write
     if not exact or residual.dtype == jnp.float32:
         return residual + write
     # XLA may keep more digits than the dtype has, but not where an early exit hands the stream to another program.
@@ -397,17 +407,23 @@ def _eight_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 @jax.named_scope("norm")
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, exact: bool = False) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, exact: bool = False, offset: float = 0.0
+) -> jax.Array:
     """Returns x [..., D] over its root mean square, computed in float32, times weight [..., D].
 
-    If `exact`, a row does not depend on the number of rows: XLA has several kernels for a sum, but see `linear`.
+    If `exact`, a row does not depend on the number of rows: XLA has several kernels for a sum, but see `linear`. A
+    nonzero `offset` is added to the weight, and the product is computed in float32 too.
     """
     wide = x.astype(jnp.float32)
     if exact:
         total = sums(wide * wide) + x.shape[-1] * eps
-        return (wide / jnp.sqrt(total / x.shape[-1])).astype(x.dtype) * weight
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight
+        normed = wide / jnp.sqrt(total / x.shape[-1])
+    else:
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if offset:
+        return (normed * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
+    return normed.astype(x.dtype) * weight
 
 
 def sums(x: jax.Array) -> jax.Array:
@@ -431,6 +447,11 @@ def cosine(x: jax.Array, y: jax.Array) -> jax.Array:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     squares = jnp.sum(x * x, axis=-1) * jnp.sum(y * y, axis=-1)
     return jnp.sum(x * y, axis=-1) * jax.lax.rsqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Returns c·tanh(x ÷ c) for the cap c, or x without one."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def widened(values: jax.Array, width: int) -> jax.Array:

@@ -141,7 +141,7 @@ def feed(
         cosines: list[jax.Array] = []
         watch = lambda x, y: cosines.append(cosine(x, y))  # noqa: E731
         hidden, aux_hidden_states, cache = llama.run_with_aux(
-            config, params, llama.embed(params, fed), begin, state.cache, aux_layers, watch=watch
+            config, params, llama.embed(config, params, fed), begin, state.cache, aux_layers, watch=watch
         )
         # Padding must not count in the means, and no token twice.
         real = (columns < length[:, None]) & (columns >= new[:, None])

@@ -118,7 +118,7 @@ def _products(dtype: Any, int8: bool) -> tuple[Any, Any]:
         gate_up, down = weights
         both, results = jnp.stack([bias, bias]), []
         for x in rows:
-            inner = normed_linear(x, norm, _EPS, gate_up, both, gated=True)
+            inner = normed_linear(x, norm, _EPS, gate_up, both, gate="silu")
             results += [inner, added_linear(x, inner, down)]
         return results
 

@@ -92,8 +92,8 @@ class Prefix:
             return 0  # a call that used them up was interrupted
         if drafter.aux_layers and self.caches.absorbed is None:
             return 0  # the head needs hidden states of all tokens
-        dynamic = config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"
-        if dynamic and max(len(prompt), len(self.tokens)) > config.max_position_embeddings:
+        limit = config.rope_limit
+        if limit is not None and max(len(prompt), len(self.tokens)) > limit:
             return 0  # rotations depend on the length of the prompt, for each text another one
         return max(num_common(prompt, self.tokens) - 1, 0)
 

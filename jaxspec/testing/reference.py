@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import LayerType, LlamaConfig, RopeScaling
 from jaxspec.model.llama import is_shape, param_shapes
 from jaxspec.model.quantisation import is_quantised
 
@@ -50,9 +50,10 @@ def as_float64(params: dict[str, Any]) -> dict[str, Any]:
     return wide
 
 
-def frequencies(config: LlamaConfig, length: int) -> list[float]:
-    """Returns the radians per position of each coordinate pair, for a text of `length` tokens."""
-    dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+def frequencies(config: LlamaConfig, of: LayerType, length: int) -> list[float]:
+    """Returns the radians per position of each coordinate pair, in layers of a type, for a text of `length` tokens."""
+    dim, base, scaling = config.rotary_dim or config.head_dim, of.rope_theta, of.rope_scaling
+    assert base is not None
     if scaling is not None and scaling.kind == "dynamic":
         trained = config.max_position_embeddings
         if length > trained:
@@ -62,8 +63,12 @@ def frequencies(config: LlamaConfig, length: int) -> list[float]:
         return plain
     if scaling.kind == "linear":
         return [f / scaling.factor for f in plain]
-    assert scaling.kind == "llama3"
     original = scaling.original_max_position_embeddings
+    if scaling.kind == "longrope":
+        divisors = scaling.long_factors if length > original else scaling.short_factors
+        return [f / divisor for f, divisor in zip(plain, divisors, strict=True)]
+    if scaling.kind == "yarn":
+        return [_yarn(i, f, base, dim, scaling) for i, f in enumerate(plain)]
     turned = []
     for f in plain:
         wavelength = 2 * math.pi / f
@@ -78,25 +83,44 @@ def frequencies(config: LlamaConfig, length: int) -> list[float]:
     return turned
 
 
-def _rotate(config: LlamaConfig, x: np.ndarray, rope_length: int) -> np.ndarray:
-    """Returns x [N, hd] with coordinates i and i + hd/2 rotated as a pair."""
-    half = config.head_dim // 2
-    turned = np.empty_like(x)
+def _yarn(index: int, plain: float, base: float, dim: int, scaling: RopeScaling) -> float:
+    """Returns a frequency of YaRN, equations 17 to 19 of the paper, with bounds as indices of frequencies."""
+    low, high = (
+        dim
+        * math.log(scaling.original_max_position_embeddings / (2 * math.pi * turns))
+        / (2 * math.log(base))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = min(max((index - low) / (high - low if low != high else 0.001), 0.0), 1.0)
+    return (1 - ramp) * plain + ramp * plain / scaling.factor
+
+
+def _rotate(config: LlamaConfig, of: LayerType, x: np.ndarray, rope_length: int) -> np.ndarray:
+    """Returns x [N, hd] with coordinates i and i + r/2 of the first r rotated as a pair."""
+    turned, scaling = x.copy(), of.rope_scaling
+    if of.rope_theta is None:
+        return turned
+    width = config.rotary_dim or config.head_dim
+    half, factor = width // 2, 1.0 if scaling is None else scaling.attention_factor
     for position in range(len(x)):
-        angle = position * np.asarray(frequencies(config, max(rope_length, position + 1)))
-        a, b = x[position, :half], x[position, half:]
-        turned[position, :half] = a * np.cos(angle) - b * np.sin(angle)
-        turned[position, half:] = b * np.cos(angle) + a * np.sin(angle)
+        angle = position * np.asarray(frequencies(config, of, max(rope_length, position + 1)))
+        a, b = x[position, :half], x[position, half:width]
+        turned[position, :half] = factor * (a * np.cos(angle) - b * np.sin(angle))
+        turned[position, half:width] = factor * (b * np.cos(angle) + a * np.sin(angle))
     return turned
 
 
-def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    normed: np.ndarray = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
+def _norm(config: LlamaConfig, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    size = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.rms_norm_eps)
+    normed: np.ndarray = x / size * (weight + config.norm_offset)
     return normed
 
 
 def _attention(
-    config: LlamaConfig, p: dict[str, Any], x: np.ndarray, window: int | None, rope_length: int
+    config: LlamaConfig, of: LayerType, p: dict[str, Any], x: np.ndarray, rope_length: int
 ) -> np.ndarray:
     length, hd, group = len(x), config.head_dim, config.num_heads // config.num_kv_heads
     fused = p["qkv"].reshape(config.num_kv_heads, group + 2, hd, config.hidden_size)
@@ -104,22 +128,33 @@ def _attention(
     if config.qkv_bias:
         bias = p["qkv_bias"].reshape(bias.shape)
     behind = np.arange(length)[:, None] - np.arange(length)[None, :]
-    seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-
-    def turned(x: np.ndarray, name: str) -> np.ndarray:
-        return _rotate(config, _norm(x, p[name], config.rms_norm_eps) if config.qk_norm else x, rope_length)
-
+    seen = (behind >= 0) if of.window is None else (behind >= 0) & (behind < of.window)
+    every = x @ fused.swapaxes(-1, -2) + bias[:, :, None]  # [KV, G + 2, N, hd]
+    queries, keys, values = every[:, :group].reshape(-1, length, hd), every[:, group], every[:, group + 1]
+    if config.qk_norm and config.qk_norm_over_heads:
+        queries, keys = (
+            _norm(config, np.concatenate(list(heads), axis=-1), weight.reshape(-1))
+            .reshape(length, len(heads), hd)
+            .swapaxes(0, 1)
+            for heads, weight in ((queries, p["wide_q_norm"]), (keys, p["wide_k_norm"]))
+        )
+    elif config.qk_norm:
+        queries, keys = _norm(config, queries, p["q_norm"]), _norm(config, keys, p["k_norm"])
+    beta, original = 0.0, 1
+    if of.rope_scaling is not None:
+        beta, original = of.rope_scaling.query_beta, of.rope_scaling.original_max_position_embeddings
+    larger = 1 + beta * np.log(1 + np.arange(length) // original)[:, None]
+    scale = 1 / math.sqrt(hd) if config.scores.scale is None else config.scores.scale
     heads = []
-    for kv_head in range(config.num_kv_heads):
-        key = turned(x @ fused[kv_head, group].T + bias[kv_head, group], "k_norm")
-        value = x @ fused[kv_head, group + 1].T + bias[kv_head, group + 1]
+    for head in range(config.num_heads):
+        query = _rotate(config, of, queries[head], rope_length) * larger
+        key, value = _rotate(config, of, keys[head // group], rope_length), values[head // group]
         if config.kv_cache_dtype == "int8":
             key, value = map(_in_int8, (key, value))
-        for member in range(group):
-            query = turned(x @ fused[kv_head, member].T + bias[kv_head, member], "q_norm")
-            scores = np.where(seen, query @ key.T / math.sqrt(hd), -np.inf)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            heads.append(weights / weights.sum(axis=-1, keepdims=True) @ value)
+        scores = _capped(query @ key.T * scale, config.scores.cap)
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        heads.append(weights / weights.sum(axis=-1, keepdims=True) @ value)
     out = np.concatenate(heads, axis=-1) @ p["out"].T
     biased: np.ndarray = out + p["out_bias"] if config.output_bias else out
     return biased
@@ -132,11 +167,19 @@ def _in_int8(x: np.ndarray) -> np.ndarray:
     return rounded
 
 
+def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
 def _mlp(config: LlamaConfig, p: dict[str, Any], x: np.ndarray) -> np.ndarray:
     gate, up = x @ p["gate_up"][0].T, x @ p["gate_up"][1].T
     if config.mlp_bias:
         gate, up = gate + p["gate_up_bias"][0], up + p["gate_up_bias"][1]
-    out = (gate / (1 + np.exp(-gate)) * up) @ p["down"].T
+    if config.activation == "silu":
+        inner = gate / (1 + np.exp(-gate))
+    else:
+        inner = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    out = (inner * up) @ p["down"].T
     biased: np.ndarray = out + p["down_bias"] if config.mlp_bias else out
     return biased
 
@@ -165,22 +208,26 @@ def forward(
     """
     params = as_float64(params)
     rope_length = len(tokens) if rope_length is None else rope_length
-    x = params["embed"][np.asarray(tokens)]
+    x = params["embed"][np.asarray(tokens)] * config.embedding_multiplier
     stream = [] if stream is None else stream
     stream.append(x)
     for index in range(config.num_layers if num_layers is None else num_layers):
         p = params["layers"][index]
         run_attention, run_mlp = (True, True) if run is None else run[index]
-        if run_attention:
-            window = config.sliding_windows[index] if config.sliding_windows else None
-            normed = _norm(x, p["attention"]["norm"], config.rms_norm_eps)
-            x = x + _attention(config, p["attention"], normed, window, rope_length)
-        stream.append(x)
-        if run_mlp:
-            x = x + _mlp(config, p["mlp"], _norm(x, p["mlp"]["norm"], config.rms_norm_eps))
-        stream.append(x)
+        for name, runs in (("attention", run_attention), ("mlp", run_mlp)):
+            if runs:
+                part = p[name]
+                seen = _norm(config, x, part["norm"]) if "norm" in part else x
+                if name == "mlp":
+                    write = _mlp(config, part, seen)
+                else:
+                    write = _attention(config, config.layer_type(index), part, seen, rope_length)
+                write = _norm(config, write, part["post_norm"]) if "post_norm" in part else write
+                x = x + write * config.residual_multiplier
+            stream.append(x)
     head = params["embed"] if config.tie_embeddings else params["head"]
-    logits: np.ndarray = _norm(x, params["norm"], config.rms_norm_eps) @ head.T
+    products = _norm(config, x, params["norm"]) @ head.T
+    logits = _capped(products * config.logit_multiplier, config.logit_cap)
     return logits
 
 

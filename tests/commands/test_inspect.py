@@ -72,9 +72,9 @@ def slow_similarities(tokens: list[int]) -> np.ndarray:
     x, found = params["embed"][tokens], []
     for p in params["layers"]:
         for kind in ("attention", "mlp"):
-            normed = reference._norm(x, p[kind]["norm"], DEEP.rms_norm_eps)
+            normed = reference._norm(DEEP, x, p[kind]["norm"])
             if kind == "attention":
-                after = x + reference._attention(DEEP, p[kind], normed, None, len(tokens))
+                after = x + reference._attention(DEEP, DEEP.layer_type(0), p[kind], normed, len(tokens))
             else:
                 after = x + reference._mlp(DEEP, p[kind], normed)
             pairs = zip(x, after, strict=True)

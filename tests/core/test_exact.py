@@ -60,7 +60,9 @@ jit = functools.partial(jax.jit, compiler_options=xla.USUAL)
 
 @functools.partial(jit, static_argnums=0)
 def step(config, params, tokens, start, cache, tree=None):
-    hidden, cache = llama.run_layers(config, params, llama.embed(params, tokens), start, cache, tree=tree)
+    hidden, cache = llama.run_layers(
+        config, params, llama.embed(config, params, tokens), start, cache, tree=tree
+    )
     return llama.logits(config, params, hidden), cache
 
 
@@ -225,7 +227,7 @@ def test_an_int8_embedding_is_rounded_before_the_first_sum():
     """The product with its scale and the sum would round once, in programs where they are fused."""
     table = quantised(jnp.asarray(RNG.standard_normal((50, 160)), jnp.float32))
     tokens, write = jnp.arange(24).reshape(2, 12), jnp.asarray(RNG.standard_normal((2, 12, 160)), jnp.float32)
-    found = jit(lambda table, write: llama.embed({"embed": table}, tokens) + write)(table, write)
+    found = jit(lambda table, write: llama.embed(tiny.TARGET, {"embed": table}, tokens) + write)(table, write)
     rows = np.asarray(table.packed, np.float32) * np.asarray(table.scale)[:, None]
     np.testing.assert_array_equal(found, rows[np.asarray(tokens)] + np.asarray(write))
 

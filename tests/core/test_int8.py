@@ -85,7 +85,7 @@ def test_what_is_quantised(tied):
     for layer in small["layers"]:
         kept = {name for part in layer.values() for name, leaf in part.items() if not is_quantised(leaf)}
         assert kept == {"norm"}
-    embedded = llama.embed(small, jnp.array([[3, 4]]))
+    embedded = llama.embed(config, small, jnp.array([[3, 4]]))
     wide = reference.as_float64(small)
     np.testing.assert_allclose(embedded[0], wide["embed"][[3, 4]], rtol=1e-6)
     hidden = jnp.ones((1, 1, config.hidden_size))

@@ -30,7 +30,7 @@ def lines():
 def forward(config, params, tokens):
     """The logits after every token of a text, without a cache that outlives the call."""
     slots = cache.create(config, batch_size=1, capacity=len(tokens), dtype=jnp.float32)
-    hidden = llama.embed(params, tokens[None])
+    hidden = llama.embed(config, params, tokens[None])
     hidden, _ = llama.run_layers(config, params, hidden, jnp.zeros(1, jnp.int32), slots)
     return llama.logits(config, params, hidden[0])
 

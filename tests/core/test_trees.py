@@ -92,13 +92,15 @@ def test_each_node_sees_its_own_path_alone(capacity, window, merged):
     weights, start = tiny.params(config), jnp.array(starts)
     forward = jax.jit(functools.partial(llama.run_layers, config))
     empty = kv.create(config, 2, capacity, jnp.float32, merged)
-    fed = llama.embed(weights, jnp.asarray(texts[:, : max(starts)]))
+    fed = llama.embed(config, weights, jnp.asarray(texts[:, : max(starts)]))
     _, cache = forward(weights, fed, jnp.zeros(2, jnp.int32), empty)
     tree = Tree.of(jnp.array(parents), DEPTH)
-    hidden, written = forward(weights, llama.embed(weights, jnp.asarray(drafts)), start, cache, tree=tree)
+    hidden, written = forward(
+        weights, llama.embed(config, weights, jnp.asarray(drafts)), start, cache, tree=tree
+    )
     for row, node in [(row, node) for row in range(2) for node in range(NODES)]:
         path = [0, *(n + 1 for n in path_to(parents[row], node))]
-        chain = llama.embed(weights, jnp.asarray(drafts[:, path]))
+        chain = llama.embed(config, weights, jnp.asarray(drafts[:, path]))
         alone, after = forward(weights, chain, start, cache)
         np.testing.assert_allclose(hidden[row, node + 1], alone[row, -1], atol=2e-5)
         if node == NODES - 1:

@@ -15,6 +15,7 @@ import pytest
 from jaxspec.host import files
 from jaxspec.io import tensors
 from jaxspec.io.hf import huggingface
+from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.methods import method_files
 from jaxspec.io.methods.method_files import ProbeFile
 from jaxspec.model.config import LlamaConfig
@@ -41,6 +42,16 @@ ROPE_KEYS = (
     "high_freq_factor",
     "original_max_position_embeddings",
     "rope_theta",
+    *(
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "short_factor",
+        "long_factor",
+    ),
 )
 JUNK = (
     *(math.nan, math.inf, -math.inf, 1e308, -1, 0, -1024, 2.5, 1e-60, 2**31, 2**64, 10**400, -(10**400)),
@@ -64,15 +75,30 @@ JUNK = (
 )
 # How a message calls a key, where not by its name.
 ALIASES = {"rope_scaling": "rope_", "rope_parameters": "rope_", "quantization_config": "quanti"}
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
+KINDS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "granite",
+    "olmo3",
+    "gemma3_text",
+    "exaone4",
+    "glm4",
+)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 2}
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
 
 def sensible(config: LlamaConfig) -> bool:
     """Whether every number of a config is one that a model can be computed with."""
     numbers = [value for value in vars(config).values() if isinstance(value, (int, float))]
     if config.rope_scaling is not None:
-        numbers += [value for value in vars(config.rope_scaling).values() if not isinstance(value, str)]
+        for value in vars(config.rope_scaling).values():
+            numbers += [] if isinstance(value, str) else value if isinstance(value, tuple) else [value]
+    numbers += [value for value in vars(config.scores).values() if value is not None]
     ids = (config.bos_token_id or 0, *config.eos_token_ids)
     return (
         all(math.isfinite(one) and 0 <= one < 2**31 for one in numbers if one < 2**31 or isinstance(one, int))
@@ -93,7 +119,7 @@ def refused(directory: Path) -> str | None:
         message = str(error)
         assert "\n" not in message
         assert message.startswith(str(directory))
-        assert len(message) < len(str(directory)) + 250
+        assert len(message) < len(str(directory)) + 300
         return message.removeprefix(str(directory))
     assert sensible(config), config
     hash(config)
@@ -103,7 +129,7 @@ def refused(directory: Path) -> str | None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_value_of_a_config_is_taken_or_refused_in_a_line_that_names_it(tmp_path, kind):
     base = {"model_type": kind, "num_key_value_heads": 2}
-    for key, value in itertools.product(KEYS, JUNK):
+    for key, value in itertools.product({*KEYS, *FAMILIES[kind].keys}, JUNK):
         said = refused(write_config(tmp_path, **base | {key: value}))
         assert said is None or ALIASES.get(key, key) in said, (key, value, said)
 
@@ -111,7 +137,13 @@ def test_every_value_of_a_config_is_taken_or_refused_in_a_line_that_names_it(tmp
 def test_every_value_of_a_rope_is_taken_or_refused_in_a_line_that_names_it(tmp_path):
     for key, value in itertools.product(ROPE_KEYS, JUNK):
         for rope in ("rope_scaling", "rope_parameters"):
-            for start in (LLAMA3, {"rope_type": "linear", "factor": 2}, {"type": "dynamic", "factor": 2}):
+            for start in (
+                LLAMA3,
+                {"type": "linear", "factor": 2},
+                {"type": "dynamic", "factor": 2},
+                YARN,
+                LONG,
+            ):
                 said = refused(write_config(tmp_path, **{rope: start | {key: value}}))
                 assert said is None or key in said or "rope" in said, (key, value, said)
 

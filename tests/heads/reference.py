@@ -343,7 +343,10 @@ def uno_logits(
             heads[name] = _norm(heads[name], p[f"{name}_norm"], target.rms_norm_eps)
         mixed = []
         for head, query in enumerate(heads["q"]):
-            query, key = (reference._rotate(target, one, 1) for one in (query, heads["k"][head // group]))
+            query, key = (
+                reference._rotate(target, target.layer_type(0), one, 1)
+                for one in (query, heads["k"][head // group])
+            )
             scores = np.where(behind, query @ key.T / math.sqrt(target.head_dim), -np.inf)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             mixed.append(weights / weights.sum(axis=-1, keepdims=True) @ heads["v"][head // group])

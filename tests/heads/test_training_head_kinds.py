@@ -94,7 +94,7 @@ def said_by_the_decoder(name: str, network: Any, params: Any) -> Any:
     @jax.jit
     def said(tokens: jax.Array, t: jax.Array) -> jax.Array:
         cache = kv.create(TARGET, 1, 16, jnp.float32, merged=True)
-        embedded = llama.embed(target, tokens[None])
+        embedded = llama.embed(TARGET, target, tokens[None])
         aux_hidden_states = llama.run_with_aux(TARGET, target, embedded, zero, cache, network.aux_layers)[1]
         own = drafter.begin(weights, t[None] + 2, 16, merged=True)
         own = drafter.absorb(

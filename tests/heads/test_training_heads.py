@@ -99,7 +99,7 @@ def test_each_step_is_what_the_drafter_takes_when_it_is_fed_its_own_outputs(name
         # The decoder's own forward, on this document alone.
         cache = kv.create(TARGET, 1, 16, jnp.float32, merged=True)
         padded = np.pad(tokens, (0, 12 - len(tokens)))
-        aux_hidden_states = aux_hidden_states_of(llama.embed(target, padded[None]), cache)
+        aux_hidden_states = aux_hidden_states_of(llama.embed(TARGET, target, padded[None]), cache)
         for t in range(len(tokens) - 1):
             own = drafter.begin(weights, jnp.array([t + 2]), 16, merged=True)
             following = np.roll(padded, -1)[None]

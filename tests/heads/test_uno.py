@@ -286,7 +286,7 @@ def test_int8_weights_draft_with_the_same_adapters():
             llama.run_layers(
                 TARGET,
                 target,
-                llama.embed(target, tokens),
+                llama.embed(TARGET, target, tokens),
                 jnp.array([0]),
                 kv.create(TARGET, 1, 8, jnp.float32),
             )[0],
@@ -457,7 +457,7 @@ def test_each_step_is_what_the_drafter_says_after_the_texts_own_tokens(batch):
     def expected(tokens: jax.Array, t: jax.Array) -> jax.Array:
         """Returns the logits of a block whose pending token is t + 1."""
         cache, zero = kv.create(TARGET, 1, 24, jnp.float32), jnp.zeros(1, jnp.int32)
-        _, cache = llama.run_layers(TARGET, target, llama.embed(target, tokens[None]), zero, cache)
+        _, cache = llama.run_layers(TARGET, target, llama.embed(TARGET, target, tokens[None]), zero, cache)
         start = t[None] + 1
         block = network.block(net.head, tokens[start], start, STEPS)
         hidden, _ = network.run(TARGET, target, net.head, params, block, start, cache)

@@ -77,7 +77,7 @@ def layer_by_hand(config: LlamaConfig, p: Any, before: np.ndarray, stream: np.nd
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * weight
 
     def rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        angle = positions[:, None] * np.asarray(reference.frequencies(config, 1))
+        angle = positions[:, None] * np.asarray(reference.frequencies(config, config.layer_type(0), 1))
         a, b = x[:, : hd // 2], x[:, hd // 2 :]
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
@@ -110,7 +110,7 @@ def chosen(config: LlamaConfig, weights: Any, num_skipped: int) -> list[list[boo
     cache = kv.create(config, len(TEXTS), 16, jnp.float32)
     start = jnp.zeros(len(TEXTS), jnp.int32)
     aux_layers = tuple(range(config.num_layers + 1))
-    hidden = llama.embed(weights, jnp.asarray(tokens))
+    hidden = llama.embed(config, weights, jnp.asarray(tokens))
     _, aux_hidden_states, cache = llama.run_with_aux(config, weights, hidden, start, cache, aux_layers)
     assert aux_hidden_states is not None
     last = aux_hidden_states.reshape(*tokens.shape, len(aux_layers), -1)[np.arange(len(TEXTS)), length - 1]

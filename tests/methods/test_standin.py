@@ -55,9 +55,11 @@ def texts(rows: int, length: int, seed: int) -> np.ndarray:
 def exits(params, tokens, keep=(1.0,) * CONFIG.num_layers):
     """Returns the residual stream after each layer, [L, B, T, D]; `keep` scales the output of each layer."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, seen = llama.embed(params, tokens), []
+    hidden, seen = llama.embed(CONFIG, params, tokens), []
     for layer, weights in enumerate(params["layers"]):
-        ran = llama.run_block(CONFIG, weights, hidden, positions, jnp.zeros_like(tokens))
+        ran = llama.run_block(
+            CONFIG, CONFIG.layer_type(0), weights, hidden, positions, jnp.zeros_like(tokens)
+        )
         hidden = hidden + keep[layer] * (ran - hidden)
         seen.append(hidden)
     return jnp.stack(seen)

@@ -37,6 +37,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 40,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 5.0, 9.0],
+    "rope_theta": 100.0,
+}
+PLAIN = ("rope_type", "rope_theta", "factor", "short_factor", "long_factor", "partial_rotary_factor")
+# Tokens within the small vocabulary, where a family's own are not.
+SOON = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}
 TYPES = ["full_attention", "sliding_attention", "full_attention"]
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -64,6 +75,58 @@ FAMILIES = {
     "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 12}),
     "qwen3_biases": ("Qwen3", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True}),
+    "exaone": ("Exaone", {"num_key_value_heads": 2}),
+    "internlm3": ("InternLM3", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("IQuestCoder", {"head_dim": 12}),
+    "seed_oss": ("SeedOss", {"head_dim": 12, "mlp_bias": True}),
+    "seed_oss_output": ("SeedOss", {"head_dim": 12, "attention_bias": False, "attention_out_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0, **SOON}),
+    "smollm3_windows": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 5, **SOON},
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "olmo2": ("Olmo2", SOON),
+    "olmo2_biases": ("Olmo2", {"attention_bias": True, **SOON}),
+    "olmo3": ("Olmo3", {"sliding_window": 5, "layer_types": TYPES, **SOON}),
+    "olmo3_yarn": ("Olmo3", {"sliding_window": 5, "layer_types": TYPES, "rope_scaling": YARN, **SOON}),
+    "phi3": ("Phi3", SOON),
+    "phi3_window": ("Phi3", {"sliding_window": 5, "partial_rotary_factor": 0.5, **SOON}),
+    "phi3_short": ("Phi3", {"original_max_position_embeddings": 30, "rope_scaling": LONGROPE, **SOON}),
+    "phi3_long": ("Phi3", {"original_max_position_embeddings": 20, "rope_scaling": LONGROPE, **SOON}),
+    "gemma": ("Gemma", {"head_dim": 12, **SOON}),
+    "gemma2": ("Gemma2", {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20, **CAPS, **SOON}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {"head_dim": 12, "sliding_window": 5, "layer_types": TYPES, "query_pre_attn_scalar": 20, **SOON},
+    ),
+    "gemma3_linear": (
+        "Gemma3Text",
+        {
+            "head_dim": 12,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            **SOON,
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": TYPES, "head_dim": 8}),
+    "exaone4_full": ("Exaone4", {"sliding_window": None, "head_dim": 8, "layer_types": TYPES[:1] * 3}),
+    "glm4": ("Glm4", {"head_dim": 12, "eos_token_id": [3, 4], **SOON}),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 12, "rope_parameters": {**YARN, "mscale": 1.0, "llama_4_scaling_beta": 0.3}, **SOON},
+    ),
+    "yarn": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 8.0}}),
+    "yarn_scales": ("Qwen2", {"rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}}),
     "qwen2_tied": (
         "Qwen2",
         {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
@@ -99,7 +162,7 @@ def test_random_models(tmp_path, name):
     made = getattr(transformers, f"{family}Config")(**SIZES | flags)
     made._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(made)
+    model = transformers.AutoModelForCausalLM.from_config(made)
     with torch.no_grad():
         for parameter in model.parameters():  # transformers starts biases at 0 and norms at 1
             parameter.add_(0.15 * torch.randn_like(parameter))
@@ -114,8 +177,11 @@ def test_random_models(tmp_path, name):
     assert huggingface.read_config(tmp_path / "ours") == config
     again = from_directory(tmp_path / "ours")
     np.testing.assert_array_equal(theirs(again, TOKENS), expected)
-    for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters"):
+    for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings"):
         assert getattr(again.config, key) == getattr(made, key), key
+    # Parameters that have defaults are written.
+    theirs_, ours_ = (one.rope_parameters for one in (made, again.config))
+    assert all(ours_[key] == value for key, value in theirs_.items() if key in ours_ and key in PLAIN)
 
 
 def test_a_mistral_with_layer_types_is_a_ministral(tmp_path):

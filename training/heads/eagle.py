@@ -57,8 +57,8 @@ class EagleNetwork:
         self, params: Params, embedding: Params, batch: Batch, aux_hidden_states: jax.Array, steps: int
     ) -> list[jax.Array]:
         """Runs `steps` steps of every row; what `network.logits` takes, `steps` arrays [B, T, D]."""
-        segments, positions = batch["segments"], batch["positions"]
-        embedded = llama.embed(params if self.head.own_embedding else embedding, batch["tokens"])
+        segments, positions, block = batch["segments"], batch["positions"], self.head.block
+        embedded = llama.embedding_rows(params if self.head.own_embedding else embedding, batch["tokens"])
         # Whatever the step, true pairs after t are not known yet.
         seen = (segments[:, :, None] == segments[:, None, :]) & visible(
             positions, positions[:, None, :], None
@@ -67,10 +67,12 @@ class EagleNetwork:
         memory: Memory = []
         found = []
         for step in range(steps):
-            tables = rope.tables(self.head.block, positions + step, jnp.zeros(positions.shape[0], jnp.int32))
+            turns = rope.tables(
+                block, block.layer_type(0), positions + step, jnp.zeros(len(positions), jnp.int32)
+            )
             token = ahead(embedded, 1 + step)
             hidden, memory = network.run_first(
-                self.head, params, token, aux_hidden_state, tables, _attending(seen), memory
+                self.head, params, token, aux_hidden_state, turns, _attending(seen), memory
             )
             found.append(hidden)
             aux_hidden_state = network.fed_back(self.head, params, hidden)
@@ -160,7 +162,7 @@ def _drawn(
     """Returns random matrices, norms of 1 and biases of 0; the output head is the target's, with limited logits."""
     made = llama.draw(head.shapes, seed_key(seed))
     if "head" in made:
-        rows, norm = target_head(target, params), jnp.array(params["norm"], jnp.float32)
+        rows, norm = target_head(target, params), jnp.array(params["norm"], jnp.float32) + target.norm_offset
         made["head"] = rows if part is None else rows[part]
         # With a random hidden state, a sharp output head is confident without reason; a smaller norm limits its logits.
         spread = jnp.mean(jnp.linalg.norm(made["head"] * norm, axis=-1))

@@ -13,7 +13,6 @@ from jaxspec.heads.kangaroo.network import KangarooConfig
 from jaxspec.model import llama, rope
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import AuxLayer, Params
-from jaxspec.model.numerics import rms_norm
 from jaxspec.sampling import seed_key
 from training.heads.head_type import HeadOptions, Kind, llama_block
 from training.heads.losses import Weights, ahead, head_loss
@@ -46,13 +45,11 @@ class KangarooNetwork:
         At step s it reads the pending token and the s tokens after it too, for the target's first layers have run them.
         """
         block, positions = self.head.block, batch["positions"]
-        tables = rope.tables(block, positions, jnp.zeros(positions.shape[0], jnp.int32))
+        turns = rope.tables(block, block.layer_type(0), positions, jnp.zeros(len(positions), jnp.int32))
         attend = llama.packed(positions, batch["segments"])
         hidden = aux_hidden_states
         for layer in params["layers"]:
-            p = layer["attention"]
-            normed = rms_norm(hidden, p["norm"], block.rms_norm_eps)
-            hidden = hidden + llama.attention(block, p, normed, tables, attend, None)[0]
+            hidden, _ = llama.attention_sublayer(block, layer["attention"], hidden, turns, attend)
         return [ahead(hidden, 1 + step) for step in range(steps)]
 
     def reading(self, params: Params, step: int) -> Params:
@@ -84,7 +81,7 @@ def _init_kangaroo(
     made = llama.draw(head.shapes, seed_key(seed))
     for layer in made["layers"]:
         layer["attention"]["out"] *= 0
-    made["norm"] = jnp.array(params["norm"], jnp.float32)
+    made["norm"] = jnp.array(params["norm"], jnp.float32) + target.norm_offset
     return KangarooNetwork(head, target), made
 
 

@@ -99,7 +99,7 @@ def look(target: LlamaConfig, params: Params, batch: Batch, aux_layers: tuple[Au
       batch: see `training.data.packing`.
       aux_layers: what its heads read, see `model.llama`.
     """
-    streams = [llama.embed(params, batch["tokens"]), *layer_outputs(target, params, batch)]
+    streams = [llama.embed(target, params, batch["tokens"]), *layer_outputs(target, params, batch)]
     head = head_of(params)
 
     def best_of(stream: jax.Array) -> jax.Array:

@@ -44,7 +44,7 @@ class SeveralNetwork:
         self, params: Params, embedding: Params, batch: Batch, aux_hidden_states: jax.Array, steps: int
     ) -> list[jax.Array]:
         """Runs the blocks of the first `steps` heads on every row; returns arrays [B, T, D]."""
-        embedded, read = llama.embed(embedding, batch["tokens"]), aux_hidden_states
+        embedded, read = llama.embedding_rows(embedding, batch["tokens"]), aux_hidden_states
         found = []
         for step, one in enumerate(params["heads"][:steps]):
             if isinstance(self.head, HydraConfig):

@@ -19,7 +19,6 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama, rope
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import AuxLayer, Params
-from jaxspec.model.numerics import rms_norm
 from jaxspec.sampling import seed_key
 from training.heads.head_type import HeadOptions, Kind
 from training.heads.losses import ahead
@@ -120,14 +119,14 @@ def run(
     """
     config, positions, segments = net.target, batch["positions"], batch["segments"]
     adapted = network.adapted(config, params, net.head, own, jnp.ones(positions.shape[1], bool))
-    tables = rope.tables(config, positions, jnp.zeros(positions.shape[0], jnp.int32))
     same = segments[:, :, None] == segments[:, None, :]
     within = same & (last[:, :, None] == last[:, None, :])
-    text, hidden = llama.embed(params, batch["tokens"]), llama.embed(params, noise)
+    text, hidden = (llama.embed(config, params, of) for of in (batch["tokens"], noise))
     for number, (clean, noisy) in enumerate(zip(params["layers"], adapted["layers"], strict=True)):
-        window = config.window(number)
-        causal = llama.packed(positions, segments, window)
-        near = kv.visible(positions, positions[:, None, :], window)
+        of = config.layer_type(number)
+        turns = rope.tables(config, of, positions, jnp.zeros(positions.shape[0], jnp.int32))
+        causal = llama.packed(positions, segments, of.window, config.scores)
+        near = kv.visible(positions, positions[:, None, :], of.window)
         before = same & near & (positions[:, None, :] <= last[:, :, None])
         seen = jnp.concatenate([before, within & near], axis=2)
 
@@ -143,16 +142,14 @@ def run(
             mixed = []
             for begin in range(0, q.shape[1], llama.QUERIES_AT_ONCE):
                 part = slice(begin, begin + llama.QUERIES_AT_ONCE)
-                mixed.append(kv.attend_where(q[:, part], (joined[0], joined[1]), seen[:, part], merged=False))
+                pair = (joined[0], joined[1])
+                mixed.append(kv.attend_where(q[:, part], pair, seen[:, part], False, config.scores))
             return jnp.concatenate(mixed, axis=1), None
 
-        p = clean["attention"]
-        normed = rms_norm(text, p["norm"], config.rms_norm_eps)
-        wrote, of_text = llama.attention(config, p, normed, tables, keep, None)
-        text = llama.mlp(config, clean["mlp"], text + wrote)
-        normed = rms_norm(hidden, p["norm"], config.rms_norm_eps)
-        wrote, _ = llama.attention(config, noisy["attention"], normed, tables, both, of_text)
-        hidden = llama.mlp(config, noisy["mlp"], hidden + wrote)
+        text, of_text = llama.attention_sublayer(config, clean["attention"], text, turns, keep)
+        text = llama.mlp(config, clean["mlp"], text)
+        hidden, _ = llama.attention_sublayer(config, noisy["attention"], hidden, turns, both, of_text)
+        hidden = llama.mlp(config, noisy["mlp"], hidden)
     return text, hidden
 
 

@@ -68,11 +68,11 @@ def layer_outputs(
         `jax.checkpoint_policies` selects values that are stored nevertheless.
       keep: per layer bool[B], the rows on which the layer runs; for the others it is the identity.
     """
-    hidden = llama.embed(params, batch["tokens"])
+    hidden = llama.embed(config, params, batch["tokens"])
     outputs = []
     policy = getattr(jax.checkpoint_policies, remat) if isinstance(remat, str) else None
     for layer, p in enumerate(params["layers"]):
-        block = functools.partial(llama.run_block, config, window=config.window(layer))
+        block = functools.partial(llama.run_block, config, config.layer_type(layer))
         run = jax.checkpoint(block, policy=policy) if remat else block
         kept = None if keep is None else keep[layer]
         hidden = run(p, hidden, batch["positions"], batch["segments"], keep=kept)

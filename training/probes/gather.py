@@ -24,7 +24,6 @@ from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.numerics import rms_norm
 from jaxspec.protocol import Drafter, Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, is_greedy, seed_key
 
@@ -106,7 +105,7 @@ def _round(config: LlamaConfig, weights: Weights, parts: Parts, state: DecodeSta
     label = jnp.exp(jnp.minimum(of_drafted(distribution) - drawn_with, 0.0))
     exits = proposal.exit_hidden[:, :-1]
     raw = jax.nn.log_softmax(llama.logits(config, target, exits), axis=-1)
-    hidden = rms_norm(exits, target["norm"], config.rms_norm_eps)
+    hidden = llama.final_norm(config, target, exits)
     number = jnp.arange(label.shape[1])[None]
     counts = (number < outcome.drafted[:, None]) & (number <= outcome.accepted[:, None])
     return state, hidden, label, jnp.exp(of_drafted(raw)), counts

@@ -65,7 +65,7 @@ class DFlash(ParallelChain, AuxChain):
         """Drafts on the head's cache; the target's is returned untouched."""
         masks = ((0, 0), (0, self.num_draft_tokens))
         block = jnp.pad(view.pending[:, None], masks, constant_values=self.head.mask_id)
-        embedded = llama.embed(params.target, block)
+        embedded = llama.embedding_rows(params.target, block)
         hidden, cache = network.run(self.head, params.drafter, embedded, view.start, state.own)
         hidden = hidden[:, 1:]
         logits = network.logits(self.head, params.drafter, self.config, params.target, hidden)

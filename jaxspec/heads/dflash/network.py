@@ -90,7 +90,8 @@ def absorb(
     """
     block = head.block
     fused = rms_norm(linear(aux_hidden_states, params["fc"]), params["hidden_norm"], block.rms_norm_eps)
-    tables = rope.tables(block, start[:, None] + jnp.arange(aux_hidden_states.shape[1]), cache.rope_length)
+    positions = start[:, None] + jnp.arange(aux_hidden_states.shape[1])
+    turns = rope.tables(block, block.layer_type(0), positions, cache.rope_length)
     layers = []
     for layer, written in zip(params["layers"], cache.layers, strict=True):
         p, queries = layer["attention"], block.group_size * block.head_dim
@@ -100,7 +101,7 @@ def absorb(
         keys = both[..., 0, :]
         if block.qk_norm:
             keys = rms_norm(keys, p["k_norm"], block.rms_norm_eps)
-        layers.append(kv.write(written, rope.rotate(keys, *tables), both[..., 1, :], start, cache.merged))
+        layers.append(kv.write(written, rope.rotate(keys, turns), both[..., 1, :], start, cache.merged))
     return dataclasses.replace(cache, layers=layers)
 
 

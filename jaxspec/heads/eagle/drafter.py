@@ -114,7 +114,13 @@ class Eagle(AuxTree):
         """Runs the head over pairs of auxiliary hidden state [B, T, D] and token int32[B, T]."""
         table = params.drafter if self.head.own_embedding else params.target
         return network.run(
-            self.head, params.drafter, llama.embed(table, tokens), aux_hidden_state, start, cache, tree
+            self.head,
+            params.drafter,
+            llama.embedding_rows(table, tokens),
+            aux_hidden_state,
+            start,
+            cache,
+            tree,
         )
 
     def _draft_tree(

@@ -32,7 +32,8 @@ from jaxspec.heads.tensors import (
     with_rope_of_training,
 )
 from jaxspec.host.messages import shown
-from jaxspec.io.hf.config_json import config_from, config_json, errors_of, read_windows
+from jaxspec.io.hf.config_json import config_from, config_json, errors_of
+from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.hf.layout import Source
 from jaxspec.io.hf.values import flag, section, whole_or
 from jaxspec.io.tensors import Tensors
@@ -97,7 +98,8 @@ def _config(
             "a head fits the model that it was trained for"
         )
     # Trainers give a Llama layer a window in the words of Qwen2, which a Llama by itself does not read.
-    windows = read_windows("qwen2", inner) if flag(inner, "use_sliding_window") else block.sliding_windows
+    slides = flag(inner, "use_sliding_window")
+    windows = FAMILIES["qwen2"].read(inner)["sliding_windows"] if slides else block.sliding_windows
     block = dataclasses.replace(block, tie_embeddings=False, sliding_windows=windows)
     if inner.get("qkv_bias") is not None:
         block = dataclasses.replace(block, qkv_bias=flag(inner, "qkv_bias"))

@@ -161,9 +161,9 @@ def run(
     if tree is not None:
         positions = tree.positions(start)
         mask = tree.visible(start, cache.capacity, block.window(0))
-    tables = rope.tables(block, positions, cache.rope_length)
+    turns = rope.tables(block, block.layer_type(0), positions, cache.rope_length)
     attend = llama.cached(start, slots, block.window(0), cache.merged, mask)
-    hidden, layer = run_first(head, params, embedded, aux_hidden_state, tables, attend, cache.layers[0])
+    hidden, layer = run_first(head, params, embedded, aux_hidden_state, turns, attend, cache.layers[0])
     cache = dataclasses.replace(cache, layers=[layer, *cache.layers[1:]])
     rest = range(1, block.num_layers)
     return llama.run_layers(block, params, hidden, start, cache, layers=rest, tree=tree)
@@ -174,7 +174,7 @@ def run_first(
     params: Params,
     embedded: jax.Array,
     aux_hidden_state: jax.Array,
-    tables: tuple[jax.Array, jax.Array],
+    turns: rope.Tables,
     attend: Attend,
     layer_cache: Any,
 ) -> tuple[jax.Array, Any]:
@@ -182,7 +182,7 @@ def run_first(
 
     Args:
       head, params, embedded, aux_hidden_state: as in `run`.
-      tables: from `rope.tables`, for the pairs' positions.
+      turns: from `rope.tables`, for the pairs' positions.
       attend: the attention of the pairs to each other and to those before them.
       layer_cache: the cache that `attend` reads and writes.
 
@@ -198,7 +198,7 @@ def run_first(
         normed = rms_norm(aux_hidden_state, p["norm"], eps)
         seen = jnp.concatenate([rms_norm(embedded, p["embed_norm"], eps), normed], axis=-1)
         hidden = normed if head.residual_is_normed else aux_hidden_state
-    write, layer_cache = llama.attention(block, p, seen, tables, attend, layer_cache)
+    write, layer_cache = llama.attention(block, p, seen, turns, attend, layer_cache)
     return llama.mlp(block, first["mlp"], hidden + write), layer_cache
 
 
@@ -217,4 +217,5 @@ def logits(
         matrix = params["vocabulary"].head
     else:
         matrix = params["head"] if "head" in params else llama.head(target, target_params)
-    return linear(hidden, matrix, out_dtype=jnp.float32)
+    products = linear(hidden, matrix, out_dtype=jnp.float32)
+    return products if "head" in params else llama.scaled_logits(target, products)

@@ -100,7 +100,7 @@ class Hydra(AuxTree):
             read: jax.Array, token: jax.Array, i: jax.Array, active: jax.Array
         ) -> tuple[jax.Array, jax.Array, jax.Array]:
             del active  # a step costs the same for all rows as for one
-            embedded = llama.embed(params.target, token[:, None]).astype(read.dtype)
+            embedded = llama.embedding_rows(params.target, token[:, None]).astype(read.dtype)
             read = jax.lax.dynamic_update_slice(read, embedded, (0, i + 1, 0))
             return jax.lax.switch(i, heads, read), hidden, read
 
@@ -121,10 +121,10 @@ class Hydra(AuxTree):
             carry: tuple[jax.Array, int], tokens: jax.Array, before: jax.Array, rows: Tree
         ) -> tuple[jax.Array, tuple[jax.Array, int]]:
             read, begin = carry
-            embedded = llama.embed(params.target, tokens).astype(read.dtype)
+            embedded = llama.embedding_rows(params.target, tokens).astype(read.dtype)
             read = jnp.concatenate([along(read, before - begin), embedded[:, :, None]], axis=2)
             return logits(read), (read, rows.begin)
 
-        pending = llama.embed(params.target, view.pending[:, None]).astype(hidden.dtype)
+        pending = llama.embedding_rows(params.target, view.pending[:, None]).astype(hidden.dtype)
         read = jnp.concatenate([hidden[:, None], pending], axis=1)[:, None]
         return self.draft_tree(level, (read, 0), logits(read)[:, 0], keys, params, distribution)[0]

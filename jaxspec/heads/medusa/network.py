@@ -92,4 +92,5 @@ def logits(
     else:
         few = {name: params[name] for name in ("vocabulary",) if name in params}
         matrix = llama.head(target, {**target_params, **few})
-    return linear(jnp.stack(blocks, axis=-2), matrix, out_dtype=jnp.float32)
+    products = linear(jnp.stack(blocks, axis=-2), matrix, out_dtype=jnp.float32)
+    return products if "head" in params else llama.scaled_logits(target, products)

@@ -107,7 +107,10 @@ def entries(config: UnoConfig) -> Iterator[Entry]:
     for leaf, shape in leaves_of(config.shapes):
         matrix, which = leaf[:-2], leaf[-1]
         # The parts of `b` have the places of their matrices in the target's leaf; those of `a` come one after another.
-        parts = sources_of(config.target, matrix, (*shape[:-1], config.rank))
+        # Each matrix of Llama has adapters, also where a family stores several together.
+        parts = sources_of(
+            dataclasses.replace(config.target, model_type="llama"), matrix, (*shape[:-1], config.rank)
+        )
         names = [f"{_PREFIX}{one.name.removesuffix('weight')}lora_{which.upper()}.weight" for one in parts]
         if which == "b":
             sources = [dataclasses.replace(one, name=name) for one, name in zip(parts, names, strict=True)]

@@ -140,7 +140,7 @@ def run(
     """
     rows = jnp.arange(tokens.shape[1]) > 0
     mixed = adapted(config, params, head, own, rows)
-    return llama.run_layers(config, mixed, llama.embed(params, tokens), start, cache)
+    return llama.run_layers(config, mixed, llama.embed(config, params, tokens), start, cache)
 
 
 def logits(own: Params, target: LlamaConfig, target_params: Params, hidden: jax.Array) -> jax.Array:

@@ -17,9 +17,11 @@ from jax.typing import DTypeLike
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.gguf.container import PLAIN, GGUFFile, Tensor, read, token_ids
 from jaxspec.io.gguf.ends import end_ids
-from jaxspec.io.hf.config_json import MAX_FACTOR, MAX_THETA, MIN_EPSILON, check_context
+from jaxspec.io.hf.config_json import MIN_EPSILON, check_context
+from jaxspec.io.hf.families import MAX_FACTOR
 from jaxspec.io.hf.huggingface import Place, Shardings, assemble, warn_of_surplus
 from jaxspec.io.hf.layout import EMBED, HEAD, Source, leaves
+from jaxspec.io.hf.rope_json import MAX_THETA
 from jaxspec.io.hf.values import MAX_INT, number, whole
 from jaxspec.model.config import MAX_LAYERS, LlamaConfig, RopeScaling
 from jaxspec.model.llama import Params
@@ -236,11 +238,9 @@ def load_params(
     interleaved = file.metadata["general.architecture"] == _INTERLEAVED
 
     def fetch(source: Source) -> np.ndarray:
-        values = _values(file.tensors[_stored_name(source.name)])
-        heads = _heads(source.name, config)
-        return _halves(values, heads) if interleaved and heads else values
+        return _values(file.tensors[_stored_name(source.name)])
 
-    return assemble(config, np.dtype(dtype), fetch, place)
+    return assemble(config, np.dtype(dtype), fetch, place, interleaved)
 
 
 def _check(file: GGUFFile, config: LlamaConfig) -> None:
@@ -279,18 +279,6 @@ def _stored_name(name: str) -> str:
     _, _, layer, rest = name.split(".", 3)
     part, suffix = rest.rsplit(".", 1)
     return f"blk.{layer}.{_LAYER_PARTS[part]}.{suffix}"
-
-
-def _heads(name: str, config: LlamaConfig) -> int:
-    """Returns the number of heads in a tensor of q or k; 0 for any other tensor."""
-    if "q_proj" in name:
-        return config.num_heads
-    return config.num_kv_heads if "k_proj" in name else 0
-
-
-def _halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders rows of q or k as in Hugging Face: per head the first members of the rotated pairs, then the second."""
-    return values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _values(tensor: Tensor) -> np.ndarray:

@@ -5,73 +5,32 @@ A missing key has transformers' default for the model type.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxspec.host.files import no_file, read_json
 from jaxspec.host.messages import shown
 from jaxspec.io.hf import generation_json
+from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.hf.keys import check_keys
+from jaxspec.io.hf.rope_json import read_ropes, ropes_json
 from jaxspec.io.hf.values import MAX_INT, flag, number, section, token_ids, whole
 from jaxspec.io.trained_for import TrainedFor
-from jaxspec.model.config import MAX_LAYERS, LlamaConfig, RopeScaling
+from jaxspec.model.config import MAX_LAYERS, LlamaConfig
 
-_COMMON: dict[str, Any] = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "hidden_size": 4096,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _COMMON
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 11008,
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "mistral": _COMMON
-    | {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "sliding_window": 4096,
-    },
-    "qwen2": _COMMON
-    | {
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "max_position_embeddings": 32768,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "sliding_window": 4096,
-    },
-}
-DEFAULTS["ministral"] = DEFAULTS["mistral"]
-DEFAULTS["qwen3"] = DEFAULTS["qwen2"] | {"head_dim": 128}
 GENERATION = "generation_config.json"
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",  # two names of one function
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
-# The values that `layer_types` may contain.
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-# The smallest ε that is nonzero in float32 and keeps a norm of zeros finite. θ and factors: far above any in use.
-MIN_EPSILON, MAX_THETA, MAX_FACTOR = 1e-30, 1e30, 1e6
+# The smallest ε that is nonzero in float32 and keeps a norm of zeros finite.
+MIN_EPSILON = 1e-30
 
 
 def read_config(directory: str | Path) -> LlamaConfig:
@@ -154,13 +113,19 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
       ValueError: as in `read_config`.
     """
     kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in DEFAULTS:
-        raise ValueError(f"model_type {shown(kind)} is not supported; supported: {', '.join(DEFAULTS)}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"model_type {shown(kind)} is not supported; supported: {', '.join(FAMILIES)}")
     if kind == "mistral" and content.get("layer_types") is not None:
         kind = "ministral"  # as in transformers, where all layers of a Mistral have the same type
-    values = {**DEFAULTS[kind], **content}
-    if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
-        raise ValueError(f"hidden_act {shown(values['hidden_act'])} is not supported; supported: silu")
+    family = FAMILIES[kind]
+    values = {**family.defaults, **{family.aliases.get(key, key): value for key, value in content.items()}}
+    activation = str(values[family.activation])
+    activation = family.synonyms.get(activation, activation)
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{family.activation} {shown(values[family.activation])} is not supported; supported: "
+            f"{', '.join(ACTIVATIONS)}"
+        )
     if quantised := section(values, "quantization_config"):
         method = quantised.get("quant_method", "unknown")
         raise ValueError(
@@ -175,8 +140,6 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
         values["head_dim"] = hidden // heads
     if whole(values, "head_dim") % 2:
         raise ValueError(f"head_dim {values['head_dim']} is odd; rotary embeddings need an even one")
-    theta, scaling = _read_rope(values)
-    attention_bias = kind in ("llama", "qwen3") and flag(values, "attention_bias")
     config = LlamaConfig(
         vocab_size=whole(values, "vocab_size"),
         hidden_size=hidden,
@@ -187,18 +150,14 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
         head_dim=values["head_dim"],
         max_position_embeddings=whole(values, "max_position_embeddings"),
         rms_norm_eps=number(values, "rms_norm_eps", MIN_EPSILON, 1),
-        rope_theta=theta,
-        rope_scaling=scaling,
         tie_embeddings=flag(values, "tie_word_embeddings"),
-        qkv_bias=attention_bias or kind == "qwen2",
-        output_bias=attention_bias,
-        mlp_bias=kind == "llama" and flag(values, "mlp_bias"),
-        qk_norm=kind == "qwen3",
-        sliding_windows=read_windows(kind, values),
         bos_token_id=next(iter(token_ids(values, "bos_token_id")), None),
         eos_token_ids=tuple(dict.fromkeys((*token_ids(values, "eos_token_id"), *more_eos_ids))),
         model_type=kind,
+        activation=ACTIVATIONS[activation],
+        **family.read(values),
     )
+    config = dataclasses.replace(config, **read_ropes(family, config, values))
     check_context(config, "max_position_embeddings")
     return config
 
@@ -211,67 +170,6 @@ def check_context(config: LlamaConfig, key: str) -> None:
         )
 
 
-def _read_rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Returns base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    # In transformers a non-empty `rope_scaling` has precedence over `rope_parameters`.
-    rope = section(values, "rope_scaling") or section(values, "rope_parameters")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ValueError("rope_parameters that differ by layer type are not supported; give one set for all")
-    given = values.get("rope_theta", 10000.0) if rope.get("rope_theta") is None else rope["rope_theta"]
-    theta = number({"rope_theta": given}, "rope_theta", 1, MAX_THETA)
-    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor {shown(partial)} is not supported; supported: 1.0")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind not in ("linear", "dynamic", "llama3"):
-        raise ValueError(
-            f"rope type {shown(kind)} is not supported; supported: default, linear, dynamic, llama3"
-        )
-    needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    for key in needed:
-        if rope.get(key) is None:
-            raise ValueError(f"rope type {kind!r} needs {key}, which is missing")
-    factor = number(rope, "factor", 1, MAX_FACTOR)
-    if kind != "llama3":
-        return theta, RopeScaling(kind, factor)
-    low = number(rope, "low_freq_factor", 1e-6, MAX_FACTOR)
-    high = number(rope, "high_freq_factor", 1e-6, MAX_FACTOR)
-    if not low < high:
-        raise ValueError(
-            f"low_freq_factor is {low:g} and high_freq_factor {high:g}; expected a larger high one"
-        )
-    key = "original_max_position_embeddings"
-    original = next((one for one in (values, rope) if one.get(key) is not None), None)
-    if original is None:
-        key, original = "max_position_embeddings", values
-    return theta, RopeScaling(kind, factor, low, high, whole(original, key))
-
-
-def read_windows(kind: str, values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Returns the attention window of each layer of a model of type `kind`, see `LlamaConfig.sliding_windows`."""
-    layers, window = whole(values, "num_hidden_layers", most=MAX_LAYERS), values.get("sliding_window")
-    if kind == "llama":
-        return ()
-    qwen = kind not in ("mistral", "ministral")
-    slides = window is not None and (not qwen or flag(values, "use_sliding_window"))
-    types = values.get("layer_types")
-    if types is None:
-        first = whole({"max_window_layers": 28, **values}, "max_window_layers", 0) if qwen and slides else 0
-        types = [_SLIDING if slides and layer >= first else _FULL for layer in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or any(t not in (_SLIDING, _FULL) for t in types):
-        raise ValueError(f"layer_types must name {_FULL} or {_SLIDING} for each of {layers} layers")
-    if _SLIDING not in types:
-        return ()
-    if not slides:
-        needed = "sliding_window and use_sliding_window" if qwen else "sliding_window"
-        raise ValueError(
-            f"layer_types has {_SLIDING}, which needs {needed}; give the window's length in tokens"
-        )
-    return tuple(whole(values, "sliding_window") if name == _SLIDING else None for name in types)
-
-
 def config_json(
     config: LlamaConfig, dtype_name: str, trained_for: TrainedFor = TrainedFor()
 ) -> dict[str, Any]:
@@ -282,19 +180,12 @@ def config_json(
     Raises:
       ValueError: `config.model_type` cannot express the configuration, or `trained_for` does not fit this model.
     """
-    rope: dict[str, Any] = {"rope_type": "default"}
-    scaling = config.rope_scaling
-    if scaling is not None:
-        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_position_embeddings,
-            }
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ValueError(f"cannot save model_type {config.model_type!r}; choose one of {', '.join(FAMILIES)}")
     eos = list(config.eos_token_ids)
     content = {
-        "architectures": [ARCHITECTURES.get(config.model_type)],
+        "architectures": [family.architecture],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -303,57 +194,39 @@ def config_json(
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        family.activation: next(key for key, one in ACTIVATIONS.items() if one == config.activation),
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope | {"rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else rope,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": None,  # a family's own may be outside this vocabulary
         "dtype": dtype_name,
         "torch_dtype": dtype_name,
     }
+    content |= ropes_json(family, config) | family.write(config)
+    names = {given: name for name, given in family.aliases.items()}
+    content = {names.get(key, key): value for key, value in content.items()}
+    _check_written(config, content)
     about = trained_for.checked(config.num_layers, config.vocab_size).content()
-    own = {"jaxspec": about} if about else {}
-    return content | _flags_json(config) | own
+    return content | ({"jaxspec": about} if about else {})
 
 
-def _flags_json(config: LlamaConfig) -> dict[str, Any]:
-    """Returns the keys of the model type; refuses a configuration that the type cannot express."""
-    kind = config.model_type
-    biases = (config.qkv_bias, config.output_bias, config.mlp_bias)
-    windows = config.sliding_windows
-    sizes = {window for window in windows if window is not None}
-    if config.qk_norm != (kind == "qwen3"):
-        raise ValueError(
-            f"a {kind} config.json cannot express qk_norm {config.qk_norm}; choose another model_type"
+def _check_written(config: LlamaConfig, content: Mapping[str, Any]) -> None:
+    """Refuses a configuration that its `model_type` cannot express: what is read again differs."""
+    again = config_from(content)
+    for field in dataclasses.fields(config):
+        value, found = getattr(config.plain, field.name), getattr(again, field.name)
+        same = (
+            math.isclose(value, found, rel_tol=1e-12)
+            if type(value) is type(found) is float
+            else value == found
         )
-    if kind == "llama" and config.qkv_bias == config.output_bias and not sizes:
-        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-    if kind == "mistral" and not any(biases) and len(set(windows)) <= 1:
-        return {"sliding_window": next(iter(sizes), None)}
-    types = [_FULL if window is None else _SLIDING for window in windows] or [_FULL] * config.num_layers
-    if kind == "ministral" and not any(biases) and len(sizes) <= 1:
-        # transformers refuses a Ministral without a window, even if no layer has one.
-        return {"sliding_window": next(iter(sizes), config.max_position_embeddings), "layer_types": types}
-    own: dict[str, Any] = {"attention_bias": config.qkv_bias} if kind == "qwen3" else {}
-    usual = (
-        biases == (True, False, False) if kind == "qwen2" else biases in ((True, True, False), (False,) * 3)
-    )
-    if kind in ("qwen2", "qwen3") and usual and len(sizes) <= 1:
-        return own | {
-            "use_sliding_window": bool(sizes),
-            "sliding_window": next(iter(sizes), None),
-            "layer_types": types,
-        }
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"cannot save model_type {kind!r}; choose one of {', '.join(ARCHITECTURES)}")
-    raise ValueError(
-        f"a {kind} config.json cannot express qkv_bias {biases[0]}, output_bias {biases[1]}, mlp_bias {biases[2]}, "
-        f"sliding windows {sorted(sizes) or None}; choose another model_type"
-    )
+        if not same:
+            raise ValueError(
+                f"a {config.model_type} config.json cannot express {field.name} {shown(value)}; choose another "
+                "model_type"
+            )
 
 
 def generation_config_json(config: LlamaConfig, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:

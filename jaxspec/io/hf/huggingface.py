@@ -327,6 +327,7 @@ def assemble(
     dtype: np.dtype,
     fetch: Callable[[Source], np.ndarray],
     place: Place | Shardings | None = None,
+    interleaved: bool | None = None,
 ) -> Params:
     """Returns parameters assembled leaf by leaf from tensors that are fetched one at a time; see `load_params`.
 
@@ -335,8 +336,9 @@ def assemble(
       dtype: dtype of the parameters.
       fetch: returns a tensor of any dtype, with its source's shape; called in several threads.
       place: as in `load_params`.
+      interleaved: as in `layout.sources_of`.
     """
-    placed = place_leaves(leaves(config), dtype, fetch, place)
+    placed = place_leaves(leaves(config, interleaved), dtype, fetch, place)
     params: Params = jax.tree.unflatten(_structure(config), placed)
     return params
 
@@ -360,7 +362,7 @@ def place_leaves(
     def fill(host: np.ndarray, sources: list[Source]) -> np.ndarray:
         for source in sources:
             part = host.reshape(source.split)[source.index]
-            part[...] = fetch(source).reshape(part.shape)
+            part[...] = source.part(fetch(source)).reshape(part.shape)
         return host
 
     with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
@@ -406,7 +408,7 @@ def _filled(
     fetch: Callable[[Source], np.ndarray],
 ) -> jax.Array:
     """Returns a leaf that is read shard by shard; its tensors, if they are not mapped, are released at the end."""
-    parts = [(source, fetch(source)) for source in sources]
+    parts = [(source, source.part(fetch(source))) for source in sources]
     return filled(where, shape, functools.partial(_shard, shape, dtype, parts))
 
 
@@ -486,22 +488,26 @@ def save(
     dtype = np.dtype(params["embed"].dtype if dtype is None else dtype)
     if jax.tree.structure(params) != _structure(config):
         raise ValueError("the parameters have other leaves than the configuration; give a matching pair")
-    placed: dict[str, tuple[Any, Source]] = {}
+    placed: dict[str, list[tuple[Any, Source]]] = {}
     for array, (leaf, shape, sources) in zip(jax.tree.leaves(params), leaves(config), strict=True):
         if array.shape != shape:
             raise ValueError(
                 f"parameter {leaf} has shape {array.shape}, expected {shape} by the configuration"
             )
-        placed |= {source.name: (array, source) for source in sources}
+        for source in sources:
+            placed.setdefault(source.name, []).append((array, source))
     content = config_json(config, dtype.name, trained_for)  # refused before anything is written
 
     def fetch(name: str) -> np.ndarray:
-        array, source = placed[name]
-        part = np.asarray(array).reshape(source.split)[source.index]
-        return part.astype(dtype).reshape(source.shape)
+        tensor = np.empty(placed[name][0][1].shape, dtype)
+        for array, source in placed[name]:
+            part = source.part(tensor)
+            part[...] = np.asarray(array).reshape(source.split)[source.index].reshape(part.shape)
+        return tensor
 
     directory.mkdir(parents=True, exist_ok=True)
-    shards = _shards({name: source.shape for name, (_, source) in placed.items()}, dtype, max_shard_bytes)
+    shapes = {name: parts[0][1].shape for name, parts in placed.items()}
+    shards = _shards(shapes, dtype, max_shard_bytes)
     files = [_SINGLE]
     if len(shards) > 1:
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]

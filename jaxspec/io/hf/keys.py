@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.host.messages import shown
+from jaxspec.io.hf.families import FAMILIES, Family
 
 
 def _words(text: str) -> frozenset[str]:
@@ -22,15 +23,10 @@ _READ = _words(
     rope_scaling rope_parameters partial_rotary_factor original_max_position_embeddings quantization_config
     jaxspec"""
 )
-_WINDOWS = {"sliding_window", "layer_types"}
-_QWEN_WINDOWS = _WINDOWS | {"use_sliding_window", "max_window_layers"}
 # The keys that `config_json` reads, by model type.
 READ: Mapping[str, frozenset[str]] = {
-    "llama": _READ | {"attention_bias", "mlp_bias"},
-    "mistral": _READ | _WINDOWS,
-    "ministral": _READ | _WINDOWS,
-    "qwen2": _READ | _QWEN_WINDOWS,
-    "qwen3": _READ | _QWEN_WINDOWS | {"attention_bias"},
+    kind: _READ | {family.activation} | family.keys | family.aliases.keys()
+    for kind, family in FAMILIES.items()
 }
 # Keys that change no output of the model: storage, training, and other programs' execution. `pretraining_tp` splits
 # products into parts and adds the parts.
@@ -40,8 +36,8 @@ IGNORED = _words(
     num_labels problem_type tie_encoder_decoder is_decoder is_encoder_decoder cross_attention_hidden_size
     add_cross_attention pruned_heads tf_legacy_loss use_bfloat16 unsloth_version unsloth_fixed transformers.js_config
     is_llama_config
-    initializer_range attention_dropout hidden_dropout attn_dropout resid_dropout embd_dropout resid_pdrop embd_pdrop
-    attn_pdrop gradient_checkpointing neftune_noise_alpha
+    initializer_range attention_dropout hidden_dropout residual_dropout attn_dropout resid_dropout embd_dropout
+    resid_pdrop embd_pdrop attn_pdrop gradient_checkpointing neftune_noise_alpha _sliding_window_pattern
     use_cache pretraining_tp chunk_size_feed_forward output_attentions output_hidden_states return_dict use_return_dict
     attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
     _flash_attn_2_enabled experts_implementation _experts_implementation_internal use_flash_attn
@@ -86,6 +82,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (),
     "clip_qkv": (),
     # other positions or rotations in attention
+    "use_bidirectional_attention": (),
     "attention_chunk_size": (),
     "attn_temperature_tuning": (0,),
     "alibi": (),
@@ -127,6 +124,9 @@ _ROPE_READ = _words(
     """rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings
     partial_rotary_factor"""
 )
+# The keys that a type of RoPE reads beside them.
+_OF_YARN = _words("attention_factor beta_fast beta_slow mscale mscale_all_dim truncate")
+_ROPE_TYPES = {"yarn": _OF_YARN, "longrope": _words("attention_factor short_factor long_factor")}
 _MOST_NAMED = 5
 
 
@@ -139,14 +139,15 @@ def check_keys(kind: str, content: Mapping[str, Any]) -> str | None:
       ValueError: a key changes the model in a way that is not supported.
     """
     for key, neutral in REFUSED.items():
-        if not _empty(content.get(key)) and content[key] not in neutral:
+        if key not in READ[kind] and not _empty(content.get(key)) and content[key] not in neutral:
             usual = f"leave it out or give {shown(neutral[0])}" if neutral else "leave it out"
             raise ValueError(
                 f"{key} is {shown(content[key])}; a {kind} model with it is not supported ({usual} if the model was "
                 "trained without)"
             )
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    unused = [f"rope_parameters.{key}" for key in rope if key not in _ROPE_READ and not _empty(rope[key])]
+    nested = [one for one in rope.values() if isinstance(one, Mapping)]
+    unused = [f"rope_parameters.{key}" for one in nested or [rope] for key in _unread(FAMILIES[kind], one)]
     known = READ[kind] | IGNORED | GENERATION_KEYS | REFUSED.keys()
     unused += [
         key for key in content if key not in known and not _empty(content[key]) and _matters(key, content)
@@ -156,6 +157,16 @@ def check_keys(kind: str, content: Mapping[str, Any]) -> str | None:
     names = ", ".join(shown(name)[1:-1][:30] for name in unused[:_MOST_NAMED])
     more = f" and {len(unused) - _MOST_NAMED} more" if len(unused) > _MOST_NAMED else ""
     return f"{kind} models do not use {names}{more}; the text is wrong if this model was made with it"
+
+
+def _unread(family: Family, rope: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a set of RoPE parameters that have a value and are not read."""
+    type_ = str(rope.get("rope_type", rope.get("type")))
+    read = _ROPE_READ | _ROPE_TYPES.get(family.synonyms.get(type_, type_), frozenset())
+    if family.scales_queries:
+        # The context is stated twice.
+        read |= {"llama_4_scaling_beta", "max_position_embeddings"}
+    return [key for key in rope if key not in read and not _empty(rope[key])]
 
 
 def _empty(value: Any) -> bool:

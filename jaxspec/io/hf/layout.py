@@ -7,10 +7,13 @@ checkpoint. Reading and writing both use this table.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
+from jaxspec.io.hf.families import FAMILIES
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import is_shape, param_shapes
 
@@ -19,62 +22,115 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor of `shape`, and its `index` in a leaf that is reshaped to `split`."""
+    """A Hugging Face tensor of `shape`, and its `index` in a leaf that is reshaped to `split`.
+
+    If only a part of the tensor belongs there, it is `stored_index` of the tensor reshaped to `stored_split`.
+    """
 
     name: str
     shape: tuple[int, ...]
     split: tuple[int, ...]
     index: tuple[slice, ...] = ()
+    stored_split: tuple[int, ...] = ()
+    stored_index: tuple[slice, ...] = ()
+
+    def part(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns a view of the part of the tensor that belongs to the leaf."""
+        return tensor.reshape(self.stored_split)[self.stored_index] if self.stored_split else tensor
 
 
 _PLAIN = {
     "embed": EMBED,
     "norm": "model.norm.weight",
     "head": HEAD,
-    "attention/norm": "input_layernorm.weight",
     "attention/q_norm": "self_attn.q_norm.weight",
     "attention/k_norm": "self_attn.k_norm.weight",
+    "attention/wide_q_norm": "self_attn.q_norm.weight",
+    "attention/wide_k_norm": "self_attn.k_norm.weight",
     "attention/out": "self_attn.o_proj.weight",
     "attention/out_bias": "self_attn.o_proj.bias",
-    "mlp/norm": "post_attention_layernorm.weight",
     "mlp/down": "mlp.down_proj.weight",
     "mlp/down_bias": "mlp.down_proj.bias",
 }
+# The norms of a layer, by their placement.
+_NORMS = {
+    "pre": {"attention/norm": "input_layernorm", "mlp/norm": "post_attention_layernorm"},
+    "post": {
+        "attention/post_norm": "post_attention_layernorm",
+        "mlp/post_norm": "post_feedforward_layernorm",
+    },
+    "sandwich": {
+        "attention/norm": "input_layernorm",
+        "attention/post_norm": "post_attention_layernorm",
+        "mlp/norm": "pre_feedforward_layernorm",
+        "mlp/post_norm": "post_feedforward_layernorm",
+    },
+}
 
 
-def sources_of(config: LlamaConfig, leaf: str, shape: tuple[int, ...]) -> list[Source]:
-    """Returns the tensors of a leaf such as `layers/0/attention/qkv`; k and v occur once for each copy."""
+def sources_of(
+    config: LlamaConfig, leaf: str, shape: tuple[int, ...], interleaved: bool | None = None
+) -> list[Source]:
+    """Returns the tensors of a leaf such as `layers/0/attention/qkv`; k and v occur once for each copy.
+
+    `interleaved`: whether rotated pairs are neighbours in the tensors; None as in the family's Hugging Face files.
+    """
+    family = FAMILIES.get(config.model_type, FAMILIES["llama"])
     prefix, kind = "", leaf
     if leaf.startswith("layers/"):
         _, layer, kind = leaf.split("/", 2)
         prefix = f"model.layers.{layer}."
+    if kind in (norms := {**_NORMS[config.norm_placement], **family.names}):
+        return [Source(f"{prefix}{norms[kind]}.weight", shape, shape)]
     if kind in _PLAIN:
-        return [Source(prefix + _PLAIN[kind], shape, shape)]
+        stored = (math.prod(shape),) if "wide" in kind else shape
+        return [Source(prefix + _PLAIN[kind], stored, shape)]
     suffix = "bias" if kind.endswith("_bias") else "weight"
     if kind.startswith("mlp/gate_up"):
+        if "gate_up" in family.fused:
+            return [Source(f"{prefix}mlp.gate_up_proj.{suffix}", (2 * shape[1], *shape[2:]), shape)]
         return [
             Source(f"{prefix}mlp.{name}_proj.{suffix}", shape[1:], shape, (slice(i, i + 1),))
             for i, name in enumerate(("gate", "up"))
         ]
-    group, copies, rest = config.group_size, config.kv_copies, shape[2:]
-    split = (config.num_kv_heads, copies, group + 2, config.head_dim, *rest)
+    group, copies, rest, hd = config.group_size, config.kv_copies, shape[2:], config.head_dim
+    split, counts = (
+        (config.num_kv_heads, copies, group + 2, hd, *rest),
+        (config.num_heads, config.num_kv_heads),
+    )
+    fused, first = "qkv" in family.fused, {"q": 0, "k": counts[0], "v": sum(counts)}
 
-    def part(name: str, heads: int, copy: slice, begin: int, end: int) -> Source:
-        stored = (heads * config.head_dim, *rest)
-        tensor = f"{prefix}self_attn.{name}_proj.{suffix}"
-        return Source(tensor, stored, split, (slice(None), copy, slice(begin, end)))
+    def part(name: str, heads: int, copy: slice, begin: int, end: int) -> list[Source]:
+        tensor = f"{prefix}self_attn.{'qkv' if fused else name}_proj.{suffix}"
+        total, before = (counts[0] + 2 * counts[1], first[name]) if fused else (heads, 0)
+        where, there = (slice(None), copy, slice(begin, end)), (slice(before, before + heads),)
+        turned = config.rotary_dim or hd
+        pairs = interleaved if interleaved is not None else family.interleaved
+        if not pairs or name == "v":
+            cuts = [(slice(None), slice(None))] if fused else []
+        else:
+            # The first and second members of the rotated pairs, and what is not rotated.
+            cuts = [(slice(at * turned // 2, (at + 1) * turned // 2), slice(at, turned, 2)) for at in (0, 1)]
+            cuts += [(slice(turned, hd), slice(turned, hd))] if turned < hd else []
+        stored, cut = (total * hd, *rest), (total, hd, *rest)
+        return [
+            Source(tensor, stored, split, (*where, ours), cut, (*there, theirs)) for ours, theirs in cuts
+        ] or [Source(tensor, stored, split, where)]
 
     queries = part("q", config.num_heads, slice(None), 0, group)
-    return [queries] + [
-        part(name, config.num_kv_heads, slice(copy, copy + 1), at, at + 1)
+    return queries + [
+        source
         for name, at in (("k", group), ("v", group + 1))
         for copy in range(copies)
+        for source in part(name, config.num_kv_heads, slice(copy, copy + 1), at, at + 1)
     ]
 
 
-def leaves(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
-    """Yields the name, shape and sources of every leaf, in tree order."""
+def leaves(
+    config: LlamaConfig, interleaved: bool | None = None
+) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
+    """Yields the name, shape and sources of every leaf, in tree order; `interleaved` as in `sources_of`."""
     flat, _ = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
     for path, shape in flat:
         leaf = jax.tree_util.keystr(path, simple=True, separator="/")
-        yield leaf, shape, sources_of(config, leaf, shape)
+        yield leaf, shape, sources_of(config, leaf, shape, interleaved)

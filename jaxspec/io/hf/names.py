@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.hf.layout import EMBED, HEAD
 from jaxspec.io.tensors import DTYPES, Tensors
 
@@ -27,7 +28,7 @@ def plainly_named(directory: Path, found: Tensors) -> Tensors:
     Raises:
       ValueError: two tensors would have one name.
     """
-    names = {name: _WRAPPERS.sub("", name) for name in (*found, *found.left_out)}
+    names = {name: _renamed(_WRAPPERS.sub("", name)) for name in (*found, *found.left_out)}
     prefix = _prefix(names.values())
     if prefix is not None:
         names = {name: _without_prefix(plain, prefix) for name, plain in names.items()}
@@ -39,6 +40,14 @@ def plainly_named(directory: Path, found: Tensors) -> Tensors:
     renamed.update({names[name]: tensor for name, tensor in found.items()})
     renamed.left_out = {names[name]: code for name, code in found.left_out.items()}
     return renamed
+
+
+def _renamed(name: str) -> str:
+    """Returns the name in Llama of a tensor of an older file, see `families.Family.renamed`."""
+    for family in FAMILIES.values():
+        for pattern, new in family.renamed:
+            name = re.sub(pattern, new, name)
+    return name
 
 
 def _prefix(names: Collection[str]) -> str | None:

@@ -39,9 +39,22 @@ PLAN_NAME, ASD_NAME, PROBES_NAME = "jaxspec.plan.json", "jaxspec.asd.json", "pro
 THRESHOLDS_NAME = "thresholds"
 # Config fields that are not part of a model's identity, because they concern only its text.
 _TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
-# Fields that are newer than the first files with fingerprints, with the value that all models had before.
-_NEW_FIELDS: dict[str, Any] = {"qk_norm": False, "kv_copies": 1, "exact": False}
-_NEW_FIELDS |= {"max_model_len": None, "kv_cache_dtype": "auto"}
+# The fields of the first files with fingerprints. A newer field counts if its value is not the default, which all
+# models had before.
+_FIRST_FIELDS = (
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+    ),
+    *("rms_norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qkv_bias", "output_bias", "mlp_bias"),
+    *("sliding_windows", "kind", "factor", "low_freq_factor", "high_freq_factor"),
+    "original_max_position_embeddings",
+)
 # Numbers of each parameter's first and last row that go into a fingerprint.
 _SAMPLED = 8
 # The sampled rows of each leaf, by its name, see `sampled_rows`.
@@ -86,11 +99,7 @@ def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = N
     `sampled`: for quantised `params`, the unquantised rows of each leaf by its name. A quantised model thus has the
     fingerprint of the original, and uses the same files.
     """
-    shape = {
-        name: value
-        for name, value in dataclasses.asdict(config.plain).items()
-        if name not in _TEXT_FIELDS and (name, value) not in _NEW_FIELDS.items()
-    }
+    shape = {name: value for name, value in _identity(config.plain).items() if name not in _TEXT_FIELDS}
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
     read = None if sampled is None else [row for name, _, _ in leaves(config) for row in sampled[name]]
     if read is None and config.kv_copies == 1 and all(map(_on_host, jax.tree.leaves(params))):
@@ -99,6 +108,15 @@ def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = N
     for row in read or fetched(_sampled_rows(config, params)):
         digest.update(np.ascontiguousarray(row).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _identity(record: Any) -> dict[str, Any]:
+    """Returns the fields of a configuration, and of the records in it, that are part of a model's identity."""
+    return {
+        field.name: _identity(value) if dataclasses.is_dataclass(value) else value
+        for field in dataclasses.fields(record)
+        if (value := getattr(record, field.name)) != field.default or field.name in _FIRST_FIELDS
+    }
 
 
 def _on_host(leaf: Any) -> bool:

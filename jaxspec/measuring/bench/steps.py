@@ -263,7 +263,9 @@ def _submodel_steps(
 ) -> tuple[jax.Array, KVCache]:
     def step(_: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         token, cache = carry
-        hidden, cache = llama.run_layers(config, params, llama.embed(params, token), start, cache, plan=plan)
+        hidden, cache = llama.run_layers(
+            config, params, llama.embed(config, params, token), start, cache, plan=plan
+        )
         # Without the head, the argmax of the state is a cheap token substitute that depends on the step.
         read = llama.logits(config, params, hidden) if head else hidden
         return jnp.argmax(read, axis=-1).astype(jnp.int32) % config.vocab_size, cache

@@ -88,6 +88,6 @@ def proposed(
     config: LlamaConfig, params: Params, texts: AgreementTexts, plan: LayerPlan | jax.Array
 ) -> jax.Array:
     """The draft's greedy token after each token of the texts but the last, int32[B, T − 1]; see `agreement`."""
-    hidden = llama.embed(params, texts.tokens[:, :-1])
+    hidden = llama.embed(config, params, texts.tokens[:, :-1])
     hidden, _ = llama.run_layers(config, params, hidden, texts.start, texts.cache, plan=plan)
     return jnp.argmax(llama.logits(config, params, hidden), axis=-1)

@@ -48,7 +48,7 @@ def exit_agreement(
         _, cache = llama.run_layers(
             config,
             params,
-            llama.embed(params, fed),
+            llama.embed(config, params, fed),
             start + begin,
             cache,
             watch=lambda _, y: states.append(y),

@@ -16,7 +16,7 @@ from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.loading.int8 import with_activations
 from jaxspec.measuring.bench import prompts
 from jaxspec.model import llama
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import LayerType, LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantisation import NUM_OUTLIERS, quantise
 
@@ -122,18 +122,18 @@ def _losses(config: LlamaConfig, params: Params, rows: Sequence[np.ndarray]) -> 
 
 
 def _window(config: LlamaConfig, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    hidden = llama.embed(params, tokens[:, :-1])
-    for layer, p in enumerate(params["layers"]):  # all layers of a kind share one program
-        hidden = _block(config, config.window(layer), p, hidden)
+    hidden = llama.embed(config, params, tokens[:, :-1])
+    for layer, p in enumerate(params["layers"]):  # all layers of a type share one program
+        hidden = _block(config, config.layer_type(layer), p, hidden)
     tail = {name: leaf for name, leaf in params.items() if name != "layers"}
     found: tuple[jax.Array, jax.Array] = _read(config, tail, hidden, tokens[0, 1:])
     return found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _block(config: LlamaConfig, window: int | None, p: Params, hidden: jax.Array) -> jax.Array:
+def _block(config: LlamaConfig, of: LayerType, p: Params, hidden: jax.Array) -> jax.Array:
     positions = jnp.arange(hidden.shape[1])[None]
-    return llama.run_block(config, p, hidden, positions, jnp.zeros_like(positions), window)
+    return llama.run_block(config, of, p, hidden, positions, jnp.zeros_like(positions))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -55,10 +55,10 @@ def by_exit(
     Returns:
       See `Exits`; entry l is the exit after l + 1 layers.
     """
-    hidden = llama.embed(params, tokens)
+    hidden = llama.embed(config, params, tokens)
     states = []
     for layer, p in enumerate(params["layers"]):
-        hidden = llama.run_block(config, p, hidden, positions, segments, config.window(layer))
+        hidden = llama.run_block(config, config.layer_type(layer), p, hidden, positions, segments)
         states.append(hidden)
     following = jnp.roll(tokens, -1, axis=1)
 
