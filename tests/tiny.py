@@ -292,14 +292,13 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def eagle_head(config: LlamaConfig, **changes: Any) -> EagleConfig:
     """Returns the config of an EAGLE-1 head of a small target."""
-    kept = {"kv_cache_dtype": config.kv_cache_dtype}
-    block = dataclasses.replace(config.plain, num_layers=1, intermediate_size=20, **kept)
+    block = config.block(intermediate_size=20)
     return EagleConfig(block, fc_bias=True, **changes)
 
 
 def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> EagleConfig:
     """Returns the config of an EAGLE-3 head of a small target."""
-    block = dataclasses.replace(config.plain, num_layers=num_layers, intermediate_size=20)
+    block = config.block(num_layers=num_layers, intermediate_size=20)
     given: dict[str, Any] = {
         "aux_layers": (0, 1, config.num_layers),
         "head_size": config.vocab_size,
@@ -365,7 +364,7 @@ def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _kangaroo(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Over two of every three tokens."""
-    head = KangarooConfig(dataclasses.replace(config.plain, num_layers=1, sliding_windows=()))
+    head = KangarooConfig(config.block())
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
     return Kangaroo(config, head, 1, rule, K), {**head_params(head), "vocabulary": few}
 
@@ -398,7 +397,7 @@ def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Returns a DFlash head of two layers with Qwen3's norms, over two of every three tokens."""
-    layers = dataclasses.replace(config.plain, num_layers=2, sliding_windows=(), qk_norm=True)
+    layers = config.block(num_layers=2, qk_norm=True)
     head = DFlashConfig(layers, (1, "final"), K + 2, mask_id=3)
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
     return DFlash(config, head, rule, K), {**head_params(head), "vocabulary": few}

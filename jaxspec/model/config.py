@@ -221,6 +221,13 @@ class LlamaConfig:
             return LayerType(window, None, None)
         return LayerType(window, theta, scaling)
 
+    def block(self, num_layers: int = 1, **changes: Any) -> LlamaConfig:
+        """Returns a plain Llama of `num_layers` layers with this model's vocabulary, sizes and RoPE, as heads have."""
+        names = ["vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"]
+        names += ["max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling"]
+        names += ["bos_token_id", "eos_token_ids", "kv_cache_dtype"]
+        return LlamaConfig(**{name: getattr(self, name) for name in names} | changes, num_layers=num_layers)
+
     def truncated(self, num_layers: int) -> LlamaConfig:
         """Returns the configuration of the first `num_layers` layers.
 

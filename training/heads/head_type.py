@@ -134,15 +134,4 @@ def target_head(target: LlamaConfig, params: Params) -> jax.Array:
 
 def llama_block(options: HeadOptions, target: LlamaConfig) -> LlamaConfig:
     """Returns the config of one plain Llama layer with the target's widths, heads and RoPE."""
-    return dataclasses.replace(
-        target,
-        num_layers=1,
-        intermediate_size=options.intermediate_size or target.intermediate_size,
-        tie_embeddings=False,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_windows=(),
-        model_type="llama",
-    )
+    return target.block(intermediate_size=options.intermediate_size or target.intermediate_size)

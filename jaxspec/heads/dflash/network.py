@@ -67,7 +67,7 @@ def usual_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
 
 def usual(target: LlamaConfig) -> DFlashConfig:
     """Returns the shape of a typical published head of a target: 5 layers, blocks of 16 tokens."""
-    block = dataclasses.replace(target.truncated(1), num_layers=5, sliding_windows=(), qk_norm=True)
+    block = target.block(num_layers=5, qk_norm=True, model_type="qwen3")
     return DFlashConfig(
         block, aux_layers_within(usual_aux_layers(target.num_layers, 5), target), 16, mask_id=0
     )

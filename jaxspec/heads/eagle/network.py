@@ -84,15 +84,13 @@ def usual_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 def usual_eagle(target: LlamaConfig) -> EagleConfig:
     """Returns the shape of a typical published EAGLE-1 head of a target: one of its layers."""
-    return EagleConfig(target.truncated(1))
+    return EagleConfig(target.block())
 
 
 def usual_eagle3(target: LlamaConfig) -> EagleConfig:
     """Returns the shape of a typical published EAGLE-3 head of a target, with at most 32,000 draft tokens."""
     aux_layers = aux_layers_within(usual_aux_layers(target.num_layers), target)
-    return EagleConfig(
-        target.truncated(1), aux_layers, "eagle3", head_size=min(_USUAL_HEAD, target.vocab_size)
-    )
+    return EagleConfig(target.block(), aux_layers, "eagle3", head_size=min(_USUAL_HEAD, target.vocab_size))
 
 
 def param_shapes(head: EagleConfig) -> Params:

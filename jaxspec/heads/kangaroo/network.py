@@ -47,7 +47,7 @@ class KangarooConfig:
 
 def usual(target: LlamaConfig) -> KangarooConfig:
     """Returns the shape of a typical published head of a target: an exit after 2 layers."""
-    return KangarooConfig(target.truncated(1), min(2, target.num_layers - 1))
+    return KangarooConfig(target.block(), min(2, target.num_layers - 1))
 
 
 def run(
