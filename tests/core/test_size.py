@@ -19,12 +19,12 @@ PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
     ".": 995,
-    "cli": 709,
+    "cli": 783,
     "console": 966,
     "costs": 250,
     "decoding": 520,
     "drafting": 1690,
-    "engine": 1280,
+    "engine": 1291,
     "heads": 2405,
     "host": 700,
     "io": 3453,
