@@ -137,7 +137,7 @@ class _Output:
             return 1
         if not self._options.json:
             assert self._result is not None  # a text that has ended
-            print(_summary(self.statistics, self._result), file=sys.stderr)
+            print(summary(self.statistics, self._result), file=sys.stderr)
             for line in self._log_probs():
                 print(line, file=sys.stderr)
             if self._result.expected:
@@ -250,7 +250,8 @@ def explained(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _summary(statistics: Statistics | None, result: Result) -> str:
+def summary(statistics: Statistics | None, result: Result) -> str:
+    """Returns the tokens, the speed and the acceptance of a text in a line."""
     assert statistics is not None  # a text that has ended has at least one token
     speed, length, rate = (
         "–" if number is None else f"{number:.{digits}f}"

@@ -296,7 +296,7 @@ class TextOptions(AnswerOptions):
         if self.messages is not None:
             if self.system is not None:
                 raise ValueError("got both --messages and --system; put the system prompt into the file")
-            return _read_messages(self.messages)
+            return read_messages(self.messages)
         text = self._read_text()
         if self.system is None:
             return text
@@ -344,8 +344,13 @@ def unescaped(text: str) -> str:
     return whole.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
-def _read_messages(path: str) -> list[dict[str, str]]:
-    """The conversation in a JSON file: a list of messages, or an object with such `messages`."""
+def read_messages(path: str) -> list[dict[str, str]]:
+    """Returns the conversation in a JSON file: a list of messages, or an object with such `messages`.
+
+    Raises:
+      ValueError: it is not such a file.
+      OSError: it cannot be read.
+    """
     from jaxspec.host.files import parse_json, read_text
     from jaxspec.texts.requests import batch_of
 

@@ -13,7 +13,7 @@ from jaxspec.host.arguments import whole
 from jaxspec.programs.jax_settings import needed
 from jaxspec.session.prefix import Prefix
 from jaxspec.session.session import Session
-from jaxspec.texts.generation_options import GenerationOptions
+from jaxspec.texts.generation_options import GenerationOptions, split
 from jaxspec.texts.requests import Message, batch_of, template_variables
 from jaxspec.texts.results import Piece, Result, Statistics
 
@@ -57,8 +57,6 @@ class Conversation:
         options: GenerationOptions,
         system: str | None = None,
     ) -> None:
-        if options.n != 1:
-            raise ValueError(f"n is {options.n}; a turn of a conversation has 1 answer")
         template_variables(options.chat_template_kwargs)  # raises
         self._preparation, self._model, self._options = preparation, preparation.model, options
         self.use(method)
@@ -99,6 +97,23 @@ class Conversation:
             made = self._preparation.drafters.made(method, options)
             self._start([0], made)  # raises
         self._method = made
+
+    def set(self, **options: Any) -> None:
+        """Changes options of the next turns, such as temperature=0.7; they are those of `GenerationOptions`.
+
+        Raises:
+          ValueError: as `generate`; nothing is changed then.
+        """
+        before = self._options
+        try:
+            self._options, others = split(before, options)
+            if others:
+                raise ValueError(f"unknown option {next(iter(others))} of a turn")
+            with needed():
+                self._start([0], self._method)
+        except ValueError:
+            self._options = before
+            raise
 
     def warm_up(self) -> None:
         """Compiles what turns need while the conversation fits into the first capacity of the caches.
@@ -157,6 +172,8 @@ class Conversation:
     ) -> tuple[Session, Iterator[Piece]]:
         """Returns the session of a turn and its pieces; see `Preparation.start`."""
         context = self._model.config.context_length
+        if self._options.n != 1:
+            raise ValueError(f"n is {self._options.n}; a turn of a conversation has 1 answer")
         if len(prompt) >= context:
             raise ValueError(
                 f"the conversation has {len(prompt)} tokens, the model's context is {context}; begin another one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -77,15 +78,9 @@ def test_commands(run, model, template):
     assert (status, out) == (0, expected)
     lines = err.splitlines()
     assert lines[0] == "no turn yet"
-    assert {line.split()[0] for line in lines[1:7]} == {
-        "/stats",
-        "/method",
-        "/system",
-        "/clear",
-        "/help",
-        "/exit",
-    }
-    assert lines[7:] == [
+    names = "/set /retry /save /load /stats /method /system /clear /help /exit"
+    assert " ".join(line.split()[0] for line in lines[1:11]) == names
+    assert lines[11:] == [
         "method: layerskip exit_layer=1",
         "the conversation begins anew",
         "the system prompt is changed",
@@ -93,11 +88,37 @@ def test_commands(run, model, template):
     ]
 
 
+def test_settings_another_answer_and_a_file(run, model, template, tmp_path):
+    """A message of several lines; each answer is that of `generate` with the options so far."""
+    lines = ['"""Once', "  upon", '/time"""', "/set temp 0.9", "/set max_new_tokens 5", "/retry"]
+    status, out, err = run("\n".join([*lines, f"/save {tmp_path / 'a.json'}", ""]))
+    text, sampled = "Once\n  upon\n/time", {"temperature": 0.9, "max_new_tokens": 5, "seed": 1}
+    again = answers(model, template, text, **sampled)
+    assert (status, out) == (0, answers(model, template, text) + again)
+    assert err.splitlines()[:2] == ["temperature is 0.9", "max_new_tokens is 5"]
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert saved == [{"role": "user", "content": text}, {"role": "assistant", "content": again[:-1]}]
+    status, out, err = run(
+        f"a\n/load {tmp_path / 'a.json'}\n/set temperature 0.9\n/set max-new-tokens 5\n/retry\n"
+    )
+    assert (status, out) == (0, answers(model, template, "a") + again)
+    message = one_error(run, f"/save {tmp_path / 'a.json'}\n")
+    assert "a.json exists; give another file" in message
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("/stat", "unknown command '/stat'; perhaps you meant /stats; /help lists the commands"),
-        ("/set", "unknown command '/set'; /help lists the commands"),
+        ("/seed", "unknown command '/seed'; /help lists the commands"),
+        ("/set temperatur 1", "unknown option --temperatur; perhaps you meant --temperature\n"),
+        ("/set temperature -1", "temperature is -1"),
+        ("/set max-new-tokens 0", "max-new-tokens is 0"),
+        ("/set model small", "unknown option --model"),
+        ("/retry", "no message to answer again"),
+        ("/save", "no file; give /save FILE"),
+        ("/load nowhere.json", "nowhere.json"),
+        ('"""a\nb', 'a message begins with """ and does not end with it'),
         ("/method", "no method; give a name"),
         ("/method ngrm", "unknown method 'ngrm'; perhaps you meant ngram"),
         ("/method ngram --exit-layer 3", "--exit-layer"),
@@ -205,4 +226,5 @@ def test_ctrl_c_stops_an_answer_and_not_the_command(run, model, template, monkey
     roles = zip(("user", "assistant", "user"), ("Once", *said, "upon"), strict=True)
     second = lm.generate(messages=[{"role": role, "content": text} for role, text in roles], **OPTIONS).text
     assert (status, out) == (0, f"{said[0]}\n{second}\n\n")
+    assert re.search(r"12 tokens · .* tokens/s · .* · ngram$", err, re.MULTILINE)  # of the whole answer
     assert "all 2 turns" in err

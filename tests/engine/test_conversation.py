@@ -208,6 +208,11 @@ def test_another_method_and_another_system_prompt(lm):
     assert conversation.messages == [{"role": "system", "content": "ee"}]
     conversation.system = None
     assert conversation.messages == []
+    conversation.set(max_new_tokens=2)
+    for wrong in ({"temperature": -1}, {"n": 2}, {"exit_layer": 1}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} "):
+            conversation.set(max_new_tokens=9, **wrong)
+    assert len(conversation.send("ab").tokens) == 2
     with pytest.raises(ValueError, match="perhaps you meant ngram"):
         conversation.use("ngrm")
     for options, message in (({"n": 2}, "n is 2"), ({"temperature": -1}, "temperature is -1")):
