@@ -55,7 +55,7 @@ def test_after_the_scheduler_is_warm_no_request_compiles(monkeypatch, method):
         {},
         {"temperature": 0.8, "top_p": 0.9},
         {"repetition_penalty": 1.3},
-        {"logprobs": True, "min_p": 0.1},
+        {"logprobs": True, "top_logprobs": 2 * (method == "ngram"), "min_p": 0.1},
     ]
     for number, length in enumerate([1, 2, 40, context - 9, 3, 1, 70, 5, 30, 2, 9, 33]):
         options = {"seed": number, "stop_token_ids": [4] * (number % 2), **kinds[number % len(kinds)]}

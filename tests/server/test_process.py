@@ -21,8 +21,9 @@ openai = pytest.importorskip("openai")
 @pytest.mark.full
 def test_the_client_of_openai_and_the_end_by_sigterm(model):
     options = (
-        "--model",
         model,
+        "--served-model-name",
+        "gpt-4o-mini",
         "--port",
         0,
         "--method",
@@ -40,11 +41,27 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             stranger.models.list()
         with openai.OpenAI(base_url=server.url, api_key="secret", max_retries=0) as client:
             (name,) = (one.id for one in client.models.list())
+            assert name == "gpt-4o-mini"
             messages = [{"role": "user", "content": "Once upon a time " * 8}]
             method = {"method": {"name": "ngram", "ngram_max": 3}}
             whole = client.chat.completions.create(
-                model=name, messages=messages, max_tokens=12, extra_body=method
+                model=name,
+                messages=messages,
+                max_tokens=12,
+                logprobs=True,
+                top_logprobs=20,
+                metadata={"run": "1"},
+                store=False,
+                reasoning_effort="low",
+                service_tier="auto",
+                safety_identifier="me",
+                extra_body=method,
             )
+            for token in whole.choices[0].logprobs.content:
+                assert token.top_logprobs[0].logprob == token.logprob  # the text is greedy
+                assert len(token.top_logprobs) == 20
+            with pytest.raises(openai.NotFoundError, match="has no embeddings"):
+                client.embeddings.create(model=name, input="Once")
             stream = client.chat.completions.create(
                 model=name,
                 messages=messages,
@@ -85,6 +102,12 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             assert found[-1].finish_reason in ("length", "stop")
             assert server.wait() == 0
         lines = [line.removesuffix("\n") for line in server.lines]
+        requests = [line for line in lines if line.startswith("jaxspec: /v1/")]
+        assert len(requests) == 4
+        assert re.search(
+            r": \d+ prompt tokens, 12 tokens in .* of \d+ draft tokens accepted; ngram$", requests[0]
+        )
+        lines = [line for line in lines if line not in requests]
         compiled = [line for line in lines if line.startswith("jaxspec: compiled ")]
         assert (
             sum(bool(re.fullmatch(r"jaxspec: compiled prefill.*: \d+ (s|min)", line)) for line in compiled)
@@ -92,7 +115,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
         )
         # While it compiles, there is a line each 30 seconds.
         *said, finishing = (line for line in lines if "compiling" not in line and line not in compiled)
-        begins = f"jaxspec: {name} is at {server.url}; requests wait while the programs are compiled"
+        begins = f"jaxspec: {model} is at {server.url}; requests wait while the programs are compiled"
         ready = (
             rf"jaxspec: ready at {server.url} after \d+ s \(\d+ programs compiled\); Ctrl-C ends the server"
         )
