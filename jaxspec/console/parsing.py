@@ -308,10 +308,7 @@ def _words(
     while left:
         word = left.pop()
         written, equals, value = word.partition("=")
-        name = written.replace("_", "-")
-        if name not in by_name:
-            same = next((names for names in _SYNONYMS if name in names), ())
-            name = next((one for one in same if one in by_name), name)
+        name = _own_name(written.replace("_", "-"), by_name)
         if word == "--":
             words.rest.extend(reversed(left))
             break
@@ -337,6 +334,12 @@ def _words(
             count = len(words.rest) if option.repeated else 1
             words.given[option.field.name] = [words.rest.pop(0) for _ in range(count)]
     return words
+
+
+def _own_name(name: str, known: Iterable[str]) -> str:
+    """Returns the name under which a command knows an option; the given one if it has none."""
+    same = next((names for names in _SYNONYMS if name in names), ())
+    return next((one for one in (name, *same) if one in known), name)
 
 
 def arguments_in(options: Iterable[Option]) -> list[Option]:
