@@ -137,6 +137,7 @@ def loop_in_int8(combination, distribution=None, config=None):
 
 
 @pytest.mark.full
+@pytest.mark.representatives("layerskip-vocab", "eagle3", "medusa-tree")
 @pytest.mark.parametrize(
     "drafter", ["ngram", "layerskip-vocab", "draft-model-vocab", "eagle3", "medusa-tree"]
 )

@@ -83,7 +83,8 @@ def test_every_turn_equals_a_text_of_its_own(name, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("template", [TEMPLATE, FORGETS])
+@pytest.mark.representatives("forgets")
+@pytest.mark.parametrize("template", [TEMPLATE, FORGETS], ids=["usual", "forgets"])
 def test_auto_reuses_caches(template):
     lm = model(template=template)
     candidates = {"among": ("ngram", "suffix")}

@@ -127,6 +127,7 @@ def test_a_longer_prompt_is_fed_between_the_rounds_of_other_rows(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.representatives("eagle3")
 @pytest.mark.parametrize("name", ["ngram", "draft-model", "eagle3"])
 def test_a_conversation_begins_with_the_kept_system_prompt(name):
     template = "{% for one in messages %}{{ one.content }}{{ '</s>' if one.role == 'assistant' else 'd' }}{% endfor %}"

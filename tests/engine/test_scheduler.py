@@ -328,6 +328,7 @@ def test_a_seed_gives_one_text_where_drafts_depend_on_the_other_rows(lm):
 
 
 @pytest.mark.full
+@pytest.mark.representatives("coupled", "block")
 @pytest.mark.parametrize(
     ("options", "rows"),
     [({}, 2), ({"temperature": 1.0}, 2), ({"temperature": 1.0, "acceptor": "block"}, 1)],

@@ -81,6 +81,7 @@ def test_a_settled_threshold_is_where_the_rule_stays(lm):
 
 
 @pytest.mark.full
+@pytest.mark.representatives("3")
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_rounds_of_a_fixed_length_draft_that_many(lm, length):
     drafter = LayerSkip(lm.config, 1, prices.fixed_length(length), 8)
