@@ -32,6 +32,9 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LayerType, LlamaConfig, Scores
 from jaxspec.model.control import once, run_if
 from jaxspec.model.numerics import (
+    ATTENTION,
+    INTERPRETED,
+    KERNELS,
     added,
     added_linear,
     capped,
@@ -260,22 +263,10 @@ def attention(
     `run_block`.
     """
     batch, length, _ = seen.shape
-    group, hd = config.group_size, config.head_dim
-    eps, offset = config.rms_norm_eps, config.norm_offset
+    eps, offset, hd = config.rms_norm_eps, config.norm_offset, config.head_dim
     qkv = normed_linear(seen, norm, eps, p["qkv"], p.get("qkv_bias"), offset=offset, exact=config.exact)
-    qkv = qkv.reshape(batch, length, config.held_kv_heads, group + 2, hd)
-    turning = qkv[..., : group + 1, :]
-    if config.qk_norm and config.qk_norm_over_heads:
-        weights = p["wide_q_norm"], jnp.repeat(p["wide_k_norm"], config.kv_copies, axis=0)
-        parts = zip(jnp.split(turning, (group,), axis=-2), weights, strict=True)
-        turning = jnp.concatenate([_over_heads(config, part, weight) for part, weight in parts], axis=-2)
-    elif config.qk_norm:
-        turning = _norm(config, turning, jnp.stack([p["q_norm"]] * group + [p["k_norm"]]))
-    turned = rope.rotate(turning, turns)
-    queries = turned[..., :group, :]
-    if (factor := turns.query_factor) is not None:
-        queries = (queries * factor[:, :, None, None, None]).astype(queries.dtype)
-    mixed, layer_cache = attend(queries, turned[..., group, :], qkv[..., group + 1, :], layer_cache)
+    qkv = qkv.reshape(batch, length, config.held_kv_heads, config.group_size + 2, hd)
+    mixed, layer_cache = attended(config, p, qkv, turns, attend, layer_cache)
     mixed = mixed.reshape(batch, length, config.num_heads * hd)
     if residual is None:
         return linear(mixed, p["out"], p.get("out_bias"), exact=config.exact), layer_cache
@@ -298,6 +289,34 @@ def attention_sublayer(
 ) -> tuple[jax.Array, Any]:
     """Returns the residual stream [B, T, D] after attention with its norms, and the cache; `keep` as in `run_block`."""
     return attention(config, p, hidden, turns, attend, layer_cache, p.get("norm"), hidden, keep)
+
+
+def attended(
+    config: LlamaConfig,
+    p: Params,
+    qkv: jax.Array,
+    turns: rope.Tables,
+    attend: Attend,
+    layer_cache: Any,
+) -> tuple[jax.Array, Any]:
+    """Rotates queries and keys of `qkv` [B, T, KV, G + 2, hd] and attends; returns [B, T, KV, G, hd] and the cache."""
+    group = config.group_size
+    turning, values = qkv[..., : group + 1, :], qkv[..., group + 1, :]
+    if config.qk_norm and config.qk_norm_over_heads:
+        weights = p["wide_q_norm"], jnp.repeat(p["wide_k_norm"], config.kv_copies, axis=0)
+        parts = zip(jnp.split(turning, (group,), axis=-2), weights, strict=True)
+        turning = jnp.concatenate([_over_heads(config, part, weight) for part, weight in parts], axis=-2)
+    elif config.qk_norm:
+        turning = _norm(config, turning, jnp.stack([p["q_norm"]] * group + [p["k_norm"]]))
+    if isinstance(attend, Cached) and attend.has_kernel(qkv, turns, layer_cache):
+        if config.qk_norm:
+            qkv = jnp.concatenate([turning, values[..., None, :]], axis=-2)
+        return attend.by_kernel(qkv, turns, layer_cache)
+    turned = rope.rotate(turning, turns)
+    queries = turned[..., :group, :]
+    if (factor := turns.query_factor) is not None:
+        queries = (queries * factor[:, :, None, None, None]).astype(queries.dtype)
+    return attend(queries, turned[..., group, :], values, layer_cache)
 
 
 def mlp(config: LlamaConfig, p: Params, hidden: jax.Array, keep: jax.Array | None = None) -> jax.Array:
@@ -330,25 +349,48 @@ def _added(
     return added(hidden, write * config.residual_multiplier, keep, exact)
 
 
-def cached(
-    start: jax.Array,
-    slots: jax.Array,
-    window: int | None,
-    merged: bool,
-    seen: jax.Array | None = None,
-    places: jax.Array | None = None,
-    scores: Scores = Scores(),
-) -> Attend:
-    """Returns an attention of tokens at slots int32[B, T], start[b] + t, that writes a layer's cache, then reads it.
+@dataclasses.dataclass(frozen=True)
+class Cached:
+    """An attention of tokens at slots int32[B, T], start[b] + t, that writes a layer's cache, then reads it.
 
     `seen`, `places` and `scores` are as in `cache.attend`.
     """
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer) -> tuple[jax.Array, kv.Layer]:
-        layer_cache = kv.write(layer_cache, k, v, start, merged)
-        return kv.attend(q, layer_cache, slots, window, merged, seen, places, scores), layer_cache
+    start: jax.Array
+    slots: jax.Array
+    window: int | None
+    merged: bool
+    seen: jax.Array | None = None
+    places: jax.Array | None = None
+    scores: Scores = Scores()
 
-    return attend
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer
+    ) -> tuple[jax.Array, kv.Layer]:
+        layer_cache = kv.write(layer_cache, k, v, self.start, self.merged)
+        how = self.window, self.merged, self.seen, self.places, self.scores
+        return kv.attend(q, layer_cache, self.slots, *how), layer_cache
+
+    def has_kernel(self, qkv: jax.Array, turns: rope.Tables, layer_cache: kv.Layer) -> bool:
+        """Returns whether `by_kernel` may be used for a chain of tokens of this shape."""
+        whole = turns.cos is not None and 2 * turns.cos.shape[-1] == qkv.shape[-1]
+        plain = self.merged and self.seen is None and self.places is None and self.scores == Scores()
+        plain = plain and whole and turns.query_factor is None
+        if ATTENTION not in KERNELS.value or not plain:
+            return False
+        from jaxspec.model import gpu_kernels  # imports Pallas, which takes a while
+
+        return gpu_kernels.has_attention(qkv, layer_cache)
+
+    def by_kernel(
+        self, qkv: jax.Array, turns: rope.Tables, layer_cache: kv.Layer
+    ) -> tuple[jax.Array, kv.Layer]:
+        """Returns the attention by `gpu_kernels.attention`, which also rotates queries and keys, and the cache."""
+        from jaxspec.model import gpu_kernels
+
+        emulated = INTERPRETED in KERNELS.value
+        tables: Any = turns[:2]
+        return gpu_kernels.attention(qkv, tables, self.start, layer_cache, self.window, emulated)
 
 
 def run_layers(
@@ -401,7 +443,7 @@ def run_layers(
         p = params["layers"][layer]
         run_attention, run_mlp = (True, True) if plan is None else plan[layer]
         of, window = turns[types[layer]], types[layer].window
-        attend = cached(start, slots, window, cache.merged, seen.get(window), places, config.scores)
+        attend = Cached(start, slots, window, cache.merged, seen.get(window), places, config.scores)
 
         def attend_in(
             carry: tuple[jax.Array, kv.Layer], p: Params = p, of: rope.Tables = of, attend: Attend = attend

@@ -25,8 +25,8 @@ EXACT_ROWS, LANES = 8, 64
 # The most elements of a matrix for which one read per row is faster on a CPU than a call of the library.
 SMALL_WEIGHT = 2**18
 # Names of kernels: on a CUDA device, a product of at most `SUMMED_ROWS` rows is `_summed`; products, with what comes
-# before and after them, are those of `gpu_kernels`; and these are emulated, on any device.
-SUMMED, PRODUCTS, INTERPRETED = "summed", "products", "interpreted"
+# before and after them, and attention are those of `gpu_kernels`; and these are emulated, on any device.
+SUMMED, PRODUCTS, ATTENTION, INTERPRETED = "summed", "products", "attention", "interpreted"
 # The kernels that a program may use, a static setting of its trace; `programs.compiler_options.kernels` takes them from
 # the device.
 KERNELS = jax.make_user_context(frozenset[str]())

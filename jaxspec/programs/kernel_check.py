@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxspec.model.numerics import KERNELS, PRODUCTS, added_linear, normed_linear, stream_dtype
+from jaxspec.model import llama, rope
+from jaxspec.model.config import LlamaConfig
+from jaxspec.model.numerics import ATTENTION, KERNELS, PRODUCTS, added_linear, normed_linear, stream_dtype
 from jaxspec.model.quantisation import quantised
 
 _LOG = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ MARGIN = 1.05
 _ROWS = (1, 4, 5, 16)
 # Input and output channels. The second input is no multiple of a power of two.
 _WIDTH, _INNER, _EPS = 512, 1400, 1e-5
+# Slots of the caches that attention reads.
+_SLOTS = 1024
 # The verdicts of this process by device kind, dtype and whether some weights are int8.
 _VERDICTS: dict[tuple[str, str, bool], frozenset[str]] = {}
 _LOCK = threading.Lock()
@@ -125,5 +129,30 @@ def _products(dtype: Any, int8: bool) -> tuple[Any, Any]:
     return (weights, norm, bias, rows), function
 
 
+def _attention(dtype: Any, int8: bool) -> tuple[Any, Any]:
+    """Returns the attention of two rows of different lengths, with each number of tokens, for two sizes of heads."""
+    rng = np.random.default_rng(0)
+    starts, configs = jnp.array([_SLOTS - 16, 70]), [LlamaConfig(2, 2, 2, 1, 8, 2, hd) for hd in (64, 128)]
+
+    def drawn(kind: Any, *shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), kind)
+
+    layers = [tuple(drawn(dtype, 4, _SLOTS, one.head_dim) for _ in range(2)) for one in configs]
+    tokens = [[drawn(stream_dtype(dtype), 2, n, 2, 6, one.head_dim) for n in _ROWS] for one in configs]
+
+    def function(layers: Any, tokens: Any) -> list[Any]:
+        results = []
+        for config, layer, each in zip(configs, layers, tokens, strict=True):
+            for qkv in each:
+                slots = starts[:, None] + jnp.arange(qkv.shape[1])
+                tables = rope.tables(config, config.layer_type(0), slots, jnp.zeros(2, jnp.int32))
+                window = 100 if qkv.shape[1] == _ROWS[1] else None
+                attend = llama.Cached(starts, slots, window, merged=True)
+                results += jax.tree.leaves(llama.attended(config, {}, qkv, tables, attend, layer))
+        return results
+
+    return (layers, tokens), function
+
+
 # The comparisons by kernels: of a dtype, and of whether weights are int8.
-CHECKS = {PRODUCTS: _products}
+CHECKS = {PRODUCTS: _products, ATTENTION: _attention}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
 
 import jax
@@ -11,15 +12,24 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.model import gpu_kernels
+from jaxspec.model import gpu_kernels, llama, rope
+from jaxspec.model.config import LlamaConfig
 from jaxspec.model.lora import Adapted
-from jaxspec.model.numerics import INTERPRETED, KERNELS, PRODUCTS, SUMMED, normed_linear
+from jaxspec.model.numerics import (
+    ATTENTION,
+    INTERPRETED,
+    KERNELS,
+    PRODUCTS,
+    SUMMED,
+    normed_linear,
+    stream_dtype,
+)
 from jaxspec.model.quantisation import quantised, with_outliers
 from jaxspec.programs import compiler_options, executables, kernel_check, stored_programs
 from tests import tiny
 
 EPS = 1e-5
-EVERY = frozenset({PRODUCTS, INTERPRETED})
+EVERY = frozenset({PRODUCTS, ATTENTION, INTERPRETED})
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float32, "int8": jnp.bfloat16}  # weights: x
 
 
@@ -110,10 +120,107 @@ def test_where_xla_computes_a_product():
     assert not uses_a_kernel(half, gpu_kernels.FEW_ROWS + 1, jnp.float32)
 
 
+def attention_of(qkv, starts, keys, values, window):
+    """The attention of tokens that follow starts[b] slots, in float64, with rotated keys in the slots."""
+    batch, length, kv_heads, group, size = qkv.shape
+    mixed = np.zeros((batch, length, kv_heads, group - 2, size))
+    angles = (starts[:, None] + np.arange(length))[..., None] * 10_000.0 ** (-np.arange(0, size, 2) / size)
+    cos, sin = (turn(angles)[:, :, None, None] for turn in (np.cos, np.sin))
+    one, other = np.split(np.asarray(qkv[..., :-1, :], np.float64), 2, axis=-1)
+    turned = np.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+    for b, head in np.ndindex(batch, kv_heads):
+        past = (np.asarray(x, np.float64)[b * kv_heads + head, : starts[b]] for x in (keys, values))
+        new = turned[b, :, head, -1], np.asarray(qkv[b, :, head, -1], np.float64)
+        k, v = (np.concatenate(both) for both in zip(past, new, strict=True))
+        for t in range(length):
+            end = starts[b] + t + 1
+            begin = 0 if window is None else max(end - window, 0)
+            scores = np.exp(turned[b, t, head, :-1] @ k[begin:end].T / size**0.5)
+            mixed[b, t, head] = scores / scores.sum(axis=1, keepdims=True) @ v[begin:end]
+    return mixed
+
+
+# Tokens, live slots of each row, key/value heads, queries of each, channels, window.
+CHAINS = [
+    (1, (300,), 2, 4, 64, None),
+    (2, (0, 200), 1, 1, 32, 150),
+    (5, (130, 0, 64), 2, 3, 32, None),
+    (9, (191, 5), 1, 2, 64, 40),
+    (16, (63, 384), 1, 8, 32, None),
+]
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [*CHAINS[:2], *(pytest.param(one, marks=pytest.mark.full) for one in CHAINS[2:])],
+    ids=[str(tokens) for tokens, *_ in CHAINS],
+)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float16"], ids=["bfloat16", "float16"]
+)
+def test_attention_to_the_live_slots(chain, dtype):
+    """Rows of different lengths; other slots, which are not finite, are not read. The write is that of XLA."""
+    length, starts, kv_heads, group, size, window = chain
+    rng, starts, slots = np.random.default_rng(length), np.array(starts), 400
+    config = LlamaConfig(2, 2, 2, 1, kv_heads * group, kv_heads, size)
+    qkv = jnp.asarray(rng.normal(size=(len(starts), length, kv_heads, group + 2, size)), stream_dtype(dtype))
+    layer = rng.normal(size=(2, len(starts), kv_heads, slots, size))
+    for row, start in enumerate(starts):
+        layer[:, row, :, start:] = np.nan
+    layer = tuple(jnp.asarray(x.reshape(-1, slots, size), dtype) for x in layer)
+    places = jnp.asarray(starts)[:, None] + jnp.arange(length)
+    tables = rope.tables(config, config.layer_type(0), places, jnp.zeros(len(starts), jnp.int32))
+    attend = llama.Cached(jnp.asarray(starts), places, window, merged=True)
+    arguments = config, {}, qkv, tables, attend
+    with KERNELS(EVERY):
+        mixed, written = llama.attended(*arguments, layer)
+    wanted = attention_of(qkv, starts, *layer, window)
+    assert np.sqrt(np.mean((mixed - wanted) ** 2) / np.mean(wanted**2)) < jnp.finfo(dtype).eps
+    for buffer, expected in zip(written, llama.attended(*arguments, layer)[1], strict=True):
+        np.testing.assert_array_equal(buffer.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+def test_a_token_that_is_not_finite_spoils_who_sees_it():
+    """Its value is stored as 0 and its key as NaN, as `cache.write` does."""
+    config = LlamaConfig(2, 2, 2, 1, 1, 1, 32)
+    qkv = jnp.ones((1, 3, 1, 3, 32), jnp.bfloat16).at[0, 1, 0, 2, 5].set(jnp.inf)
+    start, layer = jnp.array([4]), (jnp.ones((1, 64, 32), jnp.bfloat16),) * 2
+    tables = rope.tables(
+        config, config.layer_type(0), start[:, None] + jnp.arange(3), jnp.zeros(1, jnp.int32)
+    )
+    mixed, (keys, values) = gpu_kernels.attention(qkv, tables[:2], start, layer, interpret=True)
+    assert jnp.isfinite(mixed).all(axis=(0, 2, 3, 4)).tolist() == [True, False, False]
+    assert jnp.argwhere(~jnp.isfinite(keys)).tolist() == [[0, 5, 5]]
+    assert values[0, 5, 5] == 0
+    assert jnp.isfinite(values).all()
+
+
+def test_where_xla_computes_attention():
+    """Trees, exact texts, the layout of a mesh, many tokens, other sizes of a head, other dtypes, and other devices."""
+
+    def uses(length=1, group=4, size=64, dtype=jnp.bfloat16, kernels=EVERY, merged=True, **more) -> bool:
+        slots = jnp.arange(length)[None]
+        attend = llama.Cached(jnp.zeros(1, jnp.int32), slots, None, merged, **more)
+        layer = (jnp.zeros((1, 128, size), dtype),) * 2
+        with KERNELS(kernels):
+            return attend.has_kernel(jnp.zeros((1, length, 1, group + 2, size), dtype), layer)
+
+    assert uses()
+    assert uses(16, 8)
+    assert not uses(17)
+    assert not uses(16, 9)
+    assert not uses(size=80)
+    assert not uses(dtype=jnp.float32)
+    assert not uses(merged=False)
+    assert not uses(seen=jnp.ones((1, 1, 128), bool))
+    assert not uses(places=jnp.arange(128)[None])
+    assert not uses(kernels=frozenset({PRODUCTS}))
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("int8", [False, True])
-def test_the_check_passes_the_kernels(int8):
-    own, xlas = kernel_check.errors(PRODUCTS, jnp.bfloat16, int8, frozenset({INTERPRETED}))
+@pytest.mark.parametrize(("name", "int8"), [(PRODUCTS, False), (PRODUCTS, True), (ATTENTION, False)])
+def test_the_check_passes_the_kernels(name, int8):
+    own, xlas = kernel_check.errors(name, jnp.bfloat16, int8, frozenset({INTERPRETED}))
     assert 1e-3 < own <= kernel_check.MARGIN * xlas < 1e-2
 
 
@@ -203,8 +310,9 @@ def test_greedy_texts_are_those_of_xla(monkeypatch):
     texts = []
     for kernels in frozenset(), EVERY:
         monkeypatch.setattr(executables, "kernels", lambda args, kernels=kernels: kernels)
-        halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params())
-        model = LanguageModel(tiny.engine_config(), halves, tiny.tokenizer(), name="tiny")
+        config = tiny.engine_config(dataclasses.replace(tiny.TARGET, head_dim=32))
+        halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params(config))
+        model = LanguageModel(config, halves, tiny.tokenizer(), name="tiny")
         made = model.generate("e ba ba", max_new_tokens=12, method="ngram", num_draft_tokens=tiny.K)
         texts.append(made.tokens)
     assert texts[0] == texts[1]

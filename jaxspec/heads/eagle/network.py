@@ -160,7 +160,7 @@ def run(
         positions = tree.positions(start)
         mask = tree.visible(start, cache.capacity, block.window(0))
     turns = rope.tables(block, block.layer_type(0), positions, cache.rope_length)
-    attend = llama.cached(start, slots, block.window(0), cache.merged, mask)
+    attend = llama.Cached(start, slots, block.window(0), cache.merged, mask)
     hidden, layer = run_first(head, params, embedded, aux_hidden_state, turns, attend, cache.layers[0])
     cache = dataclasses.replace(cache, layers=[layer, *cache.layers[1:]])
     rest = range(1, block.num_layers)
