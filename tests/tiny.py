@@ -45,6 +45,7 @@ from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.head import HeadConfig
+from jaxspec.model.lora import PARTS
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import quantise
 from jaxspec.model.tree import Shape
@@ -684,3 +685,16 @@ def share_of_step(lm, runs, head: bool = False) -> float:
     layers = sum(leaf.size for leaf in jax.tree.leaves(lm.params["layers"]))
     read = sum(leaf.size for leaf in jax.tree.leaves(runs))
     return (read + (whole - layers if head else 0)) / whole
+
+
+def adapter(config: LlamaConfig, dtype: Any = jnp.float32, rank: int = 3) -> llama.Params:
+    """Returns a random adapter of every matrix of the layers, for `lora.adapted`."""
+    rng = np.random.default_rng(4)
+    layers: list[llama.Params] = [{"attention": {}, "mlp": {}} for _ in range(config.num_layers)]
+    for layer, shapes in zip(layers, llama.param_shapes(config)["layers"], strict=True):
+        for sublayer, matrices in PARTS.items():
+            for name, parts in matrices.items():
+                *out, width = shapes[sublayer][name]
+                for which, shape in (("a", (parts, rank, width)), ("b", (*out, rank))):
+                    layer[sublayer][f"{name}_{which}"] = jnp.asarray(0.3 * rng.standard_normal(shape), dtype)
+    return {"layers": layers}

@@ -56,11 +56,13 @@ class ModelOptions(Placement):
         CPU, inputs of products are rounded to int8 too if that is faster.
       kv_cache_dtype: auto, keys and values in dtype, or int8, with a scale for each token and head: half of the memory
         of a 16-bit cache, and slightly other texts.
+      adapter: a LoRA adapter of the model: its directory as PEFT writes it, or its hub id.
     """
 
     model: str | None = None
     weights: Weights | None = None
     kv_cache_dtype: KVCacheDtype = "auto"
+    adapter: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
     mesh: str | None = dataclasses.field(default=None, metadata={"metavar": "AXES"})
     processes: ProcessOptions = ProcessOptions()  # noqa: RUF009
 
@@ -79,6 +81,7 @@ class ModelOptions(Placement):
             dtype=self.dtype,
             weights=self.weights,
             kv_cache_dtype=self.kv_cache_dtype,
+            adapter=self.adapter,
             device=self.device,
             mesh=self.mesh,
             chat_template=chat_template,

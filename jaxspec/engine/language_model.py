@@ -23,6 +23,7 @@ from jaxspec.host.messages import shown
 from jaxspec.host.progress import Progress
 from jaxspec.host.stages import stage
 from jaxspec.io import checkpoint
+from jaxspec.io.hf.peft import read_adapter
 from jaxspec.loading.loading import (
     find_model,
     find_tokenizer,
@@ -32,6 +33,7 @@ from jaxspec.loading.loading import (
     resolve_placement,
     resolve_weights,
     unlisted_end,
+    with_adapter,
 )
 from jaxspec.methods import LoadedModel, Method
 from jaxspec.methods.auto import Auto
@@ -58,6 +60,7 @@ def load(
     *,
     dtype: str | None = None,
     weights: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     device: str | None = None,
     mesh: Mesh | str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
@@ -81,6 +84,9 @@ def load(
         that is faster there; otherwise, on accelerators and on a mesh, products are in `dtype`. All methods generate
         the text of plain decoding with the same products, which may differ from the text of the original weights. By
         default the weights are in `dtype`.
+      adapter: a LoRA adapter of the model: its directory as PEFT writes it, or its hub id. It is not merged: products
+        add its part in `dtype`, also where the matrices are in int8. Drafts that run the model itself have it too;
+        other draft models do not.
       device: cpu, gpu or tpu; by default JAX's default device.
       mesh: spreads the model over several devices: a text such as "data=2,model=4" for the first devices of the kind
         `device`, or a `jax.sharding.Mesh` with these axes.
@@ -127,8 +133,11 @@ def load(
             config = fit_to_mesh(mesh, config, name)
         place_on, wanted = resolve_placement(dtype, device, mesh)
         bits = resolve_weights(weights)
+        own = None if adapter is None else read_adapter(adapter, config)
         if mesh is None:
-            memory.check_fits(memory.Texts(config, wanted, 1, place_on, bits), START_CAPACITY)
+            more = sum(leaf.size for leaf in jax.tree.leaves(own)) * wanted.itemsize
+            texts = memory.Texts(config, wanted, 1, place_on, bits, adapter_bytes=more)
+            memory.check_fits(texts, START_CAPACITY)
         with stage("tokenizer"):
             tokenizer = find_tokenizer(directory, chat_template)
         if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):
@@ -141,6 +150,8 @@ def load(
             )
         with needed(), stage("weights"):
             params, sampled = place_params(directory, config, wanted, place_on, mesh, bits, tokenizer)
+            if own is not None:
+                params = with_adapter(config, params, own, place_on, mesh)
     return LanguageModel(
         config,
         params,

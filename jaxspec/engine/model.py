@@ -24,6 +24,7 @@ from jaxspec.loading.loading import check_mesh
 from jaxspec.methods import LoadedModel
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
+from jaxspec.model.lora import unadapted
 from jaxspec.model.sharding import automatic
 from jaxspec.programs import memory, stored_programs
 from jaxspec.programs.compiled import Loop
@@ -87,10 +88,9 @@ class Model:
     def __repr__(self) -> str:
         size = num_params(self.config)
         count = f"{size:,}" if size < 1e6 else f"{size / 1e6:.1f}M" if size < 1e9 else f"{size / 1e9:.1f}B"
-        held = "" if self.weights is None else f" with {self.weights} weights"
         return (
             f"<LanguageModel {self.name}: {self.config.num_layers} layers, {count} parameters, "
-            f"{self.dtype}{held}, on {place(self.device, self.mesh)}>"
+            f"{self.precision}, on {place(self.device, self.mesh)}>"
         )
 
     def with_params(self, params: Params) -> Self:
@@ -142,9 +142,9 @@ class Model:
 
     @property
     def precision(self) -> str:
-        """The dtype, the quantised operands of products and the dtype of the cache, for reports.
+        """The dtype, the quantised operands of products, the dtype of the cache and the adapter, for reports.
 
-        `float32`, or `float32, int8 weights`, or `float32, int8 weights and activations, int8 cache`.
+        `float32`, or `float32, int8 weights and activations, int8 cache, adapter of rank 8`.
         """
         parts = [self.dtype]
         if self.weights is not None:
@@ -152,6 +152,8 @@ class Model:
             parts.append(f"{self.weights} weights{' and activations' * rounds}")
         if self.config.kv_cache_dtype != "auto":
             parts.append(f"{self.config.kv_cache_dtype} cache")
+        if adapters := unadapted(self.params)[1]:
+            parts.append(f"adapter of rank {max(one.a.shape[1] for one in adapters)}")
         return ", ".join(parts)
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     text = os.fspath(name)
     if text and Path(text).expanduser().is_dir():
         return settled(Path(text).expanduser())
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
+    if not huggingface.HUB_ID.fullmatch(text):
         raise FileNotFoundError(
             f"no directory {text!r}; give a head's directory, or a hub id such as owner/head"
         )

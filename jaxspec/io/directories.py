@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxspec.host.files import read_json
 from jaxspec.host.messages import shown
 
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 _FOREIGN = (".bin", ".pth", ".pt", ".h5", ".msgpack", ".onnx")
 # The name of a repository's directory in the hub's cache.
 _REPOSITORY = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
@@ -50,14 +50,14 @@ def refuse_adapter(directory: Path) -> None:
       ValueError: it contains an adapter; the message names the other model.
     """
     weights = {path.name for path in directory.glob("*.safetensors")}
-    if not (directory / _ADAPTER).is_file() or weights - {"adapter_model.safetensors"}:
+    if not (directory / ADAPTER).is_file() or weights - {"adapter_model.safetensors"}:
         return
-    content = read_json(directory / _ADAPTER)
+    content = read_json(directory / ADAPTER)
     kind, base = content.get("peft_type"), content.get("base_model_name_or_path")
     named = "a LoRA adapter" if kind in ("LORA", None) else f"an adapter ({shown(kind)})"
     raise ValueError(
-        f"{directory} is {named} for the model {shown(base)}, not a model; merge the two with peft: "
-        "merge_and_unload(), then save_pretrained(DST), and give DST"
+        f"{directory} is {named} for the model {shown(base)}, not a model; give that model, and this directory as its "
+        "adapter"
     )
 
 

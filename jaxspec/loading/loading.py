@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.host import processes
 from jaxspec.host.mesh_text import parse_mesh
@@ -27,6 +27,7 @@ from jaxspec.loading import int8
 from jaxspec.loading.ready_weights import ReadyWeights
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.lora import adapted
 from jaxspec.model.quantisation import is_multiplied, quantised, sharding_of
 from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, put, spread_config
 from jaxspec.programs.compiler_options import has_bfloat16
@@ -284,3 +285,12 @@ def place_params(
     if ready is not None:
         ready.keep(params, rows)
     return params, rows
+
+
+def with_adapter(
+    config: LlamaConfig, params: Params, own: Params, device: jax.Device, mesh: Mesh | None
+) -> Params:
+    """Returns parameters with an adapter from `io.hf.peft.read_adapter`, which a mesh holds on each device."""
+    dtype, where = params["embed"].dtype, device if mesh is None else NamedSharding(mesh, PartitionSpec())
+    placed: Params = adapted(config, params, jax.tree.map(lambda leaf: put(leaf.astype(dtype), where), own))
+    return placed

@@ -71,7 +71,7 @@ def linear(
     """
     out_dtype = out_dtype or x.dtype
     if isinstance(weight, Adapted):
-        return linear(x, weight.base, bias, out_dtype, exact) + _low_rank(x, weight).astype(out_dtype)
+        return linear(x, weight.base, bias, out_dtype, exact) + _low_rank(x, weight, exact).astype(out_dtype)
     if isinstance(weight, Quantised):
         if weight.outliers is not None:
             y = _int8_product(x, weight.packed, weight.outliers)
@@ -213,13 +213,14 @@ def kept_rounded(product: jax.Array, never: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(kept, product.dtype)
 
 
-def _low_rank(x: jax.Array, weight: Adapted) -> jax.Array:
+def _low_rank(x: jax.Array, weight: Adapted, exact: bool) -> jax.Array:
     """Returns the adapters' result [B, T, *O] for x [B, T, I], zero in the rows without them."""
-    few = linear(x, weight.a) * weight.scale
-    few = jnp.where(weight.rows[:, None, None], few, 0)
+    few = linear(x, weight.a, exact=exact) * weight.scale
+    if weight.rows is not None:
+        few = jnp.where(weight.rows[:, None, None], few, 0)
     ends = np.cumsum(weight.sizes)[:-1].tolist()
     parts = jnp.split(weight.b, ends, axis=weight.axis)
-    wide = [linear(few[:, :, number], part) for number, part in enumerate(parts)]
+    wide = [linear(few[:, :, number], part, exact=exact) for number, part in enumerate(parts)]
     return jnp.concatenate(wide, axis=2 + weight.axis)
 
 

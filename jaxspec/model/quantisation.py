@@ -144,7 +144,8 @@ def quantise(config: LlamaConfig, params: Any, bits: int = 8) -> Any:
     """
 
     def leaf(path: Any, weight: Any) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # The matrix below an adapter is quantised; the adapter is not.
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/base")
         if not is_multiplied(config, name):
             return weight
         return quantised(weight.whole() if is_quantised(weight) else weight, bits)

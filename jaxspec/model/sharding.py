@@ -161,7 +161,7 @@ def _attentions(config: LlamaConfig, params: Params, change: Callable[[jax.Array
     def leaf(path: Any, array: jax.Array) -> jax.Array:
         # The whole path, because a quantised weight has two leaves below its name.
         names = {getattr(key, "key", None) for key in path}
-        return change(array) if names & {"qkv", "qkv_bias"} else array
+        return change(array) if names & {"qkv", "qkv_bias", "qkv_b"} else array
 
     changed: Params = jax.tree.map_with_path(leaf, params)
     return changed

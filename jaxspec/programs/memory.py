@@ -114,6 +114,7 @@ class Texts:
       device: the model's device.
       bits: bits of quantised weights; None for weights of `dtype`.
       draft_bytes: bytes of a cache slot of a row in the drafter's own caches.
+      adapter_bytes: bytes of the model's adapter.
       reach: slots that a round writes after the text.
     """
 
@@ -123,12 +124,13 @@ class Texts:
     device: jax.Device
     bits: int | None = None
     draft_bytes: int = 0
+    adapter_bytes: int = 0
     reach: int = 0
 
     @property
     def weights(self) -> int:
-        """The bytes of the weights."""
-        return needed_bytes(self.config, self.dtype, 1, 0, self.bits)[0]
+        """The bytes of the weights and of the adapter."""
+        return needed_bytes(self.config, self.dtype, 1, 0, self.bits)[0] + self.adapter_bytes
 
     def slots(self, capacity: int) -> int:
         """Returns the bytes of the caches of `capacity` slots per row."""

@@ -23,7 +23,7 @@ from jaxspec.engine.language_model import LanguageModel, load
 
 # The arguments of `load` that `--model_args` may contain; others belong to the method.
 _LOADING = (
-    *("dtype", "weights", "kv_cache_dtype", "mesh"),
+    *("dtype", "weights", "kv_cache_dtype", "adapter", "mesh"),
     *("chat_template", "compilation_cache", "prefix_cache"),
 )
 # The generation settings of tasks that `generate` has too.

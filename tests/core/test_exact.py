@@ -15,7 +15,7 @@ from benchmarks import exact as exact_benchmark
 from jaxspec.engine import exactness
 from jaxspec.methods import LoadedModel
 from jaxspec.model import cache as kv
-from jaxspec.model import calibration, llama
+from jaxspec.model import calibration, llama, lora
 from jaxspec.model.lora import Adapted
 from jaxspec.model.numerics import linear, rms_norm
 from jaxspec.model.quantisation import quantise, quantised, with_outliers
@@ -43,6 +43,8 @@ def in_form(config, params, form):
     """Returns parameters in one of `FORMS`."""
     dtype = jnp.bfloat16 if form.startswith("bfloat16") else jnp.float32
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    if "adapter" in form:
+        return lora.adapted(config, params, tiny.adapter(config, dtype))
     if "int8" not in form:
         return params
     small = quantise(config, params)
@@ -86,8 +88,8 @@ def test_logits_do_not_depend_on_the_pass(form):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("bfloat16, int8 weights")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.representatives("bfloat16, int8 weights", "bfloat16, adapter")
+@pytest.mark.parametrize("form", [*FORMS, "float32, adapter", "bfloat16, adapter"])
 def test_logits_of_qwen3_do_not_depend_on_the_pass(form):
     check_passes(QWEN, form, ([2] * 15, 64, 1), ([3, 5, 8, 14], 32, 3), ([30], 512, 3))
 

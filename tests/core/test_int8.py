@@ -179,7 +179,7 @@ def test_weights_are_quantised_while_loading(stored, monkeypatch):
     assert small.fingerprint == plain.fingerprint
     assert small.loaded.until(1).fingerprint == plain.loaded.until(1).fingerprint
     assert (small.weights, plain.weights, small.dtype) == ("int8", None, "float32")
-    assert "float32 with int8 weights" in repr(small)
+    assert "float32, int8 weights, on" in repr(small)
 
 
 def test_memory_is_asked_for_what_is_held(stored, monkeypatch):

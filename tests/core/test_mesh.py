@@ -97,9 +97,11 @@ from jaxspec.measuring.bench import steps
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.programs import buckets, compiled
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.loading.loading import with_adapter
+from jaxspec.model import lora
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import quantise
-from jaxspec.model.sharding import spread
+from jaxspec.model.sharding import spread, with_copies
 from jaxspec.protocol import Weights
 from jaxspec.testing import reference
 from tests import tiny
@@ -139,6 +141,19 @@ for prompt in prompts:
     for options in ({}, {"method": "layerskip", "num_draft_tokens": 2, "exit_layer": 1}):
         assert small_lm.generate(prompt, max_new_tokens=10, **options).tokens == expected_so
 print("int8")
+
+# An adapter is whole on each device.
+own = tiny.adapter(config)
+alone = LanguageModel(config, lora.adapted(config, tiny.params(config), own))
+held, params = spread(mesh, config, tiny.params(config))
+params = with_adapter(held, params, with_copies(held, own), mesh.devices.flat[0], mesh)
+both = LanguageModel(held, params, mesh=mesh)
+assert held.kv_copies == 2 and both.fingerprint == alone.fingerprint != lm.fingerprint
+options = {"max_new_tokens": 10, "method": "layerskip", "num_draft_tokens": 2, "exit_layer": 1}
+assert [one.tokens for one in both.generate(prompts, **options)] == [
+    one.tokens for one in alone.generate(prompts, max_new_tokens=10)
+]
+print("adapter")
 
 # A long prompt that is fed between the rounds of its neighbour, by the target, by a draft model and by heads.
 assert buckets.POLL_CHUNKS
@@ -385,6 +400,7 @@ def test_methods_by_name_on_a_mesh():
         "s2d",
         "adaspeed",
         "int8",
+        "adapter",
         "fed",
         "timed",
     ]

@@ -25,7 +25,7 @@ LINES = {
     "decoding": 520,
     "drafting": 1690,
     "engine": 1291,
-    "heads": 2405,
+    "heads": 2375,
     "host": 700,
     "io": 3453,
     "loading": 491,

@@ -21,24 +21,20 @@ from jaxspec.heads.tensors import Entry, Head, checked, leaves_of, refuse_left_o
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.host.files import read_json
 from jaxspec.host.messages import shown
+from jaxspec.io.hf import peft
 from jaxspec.io.hf.config_json import errors_of
 from jaxspec.io.hf.layout import Source, sources_of
 from jaxspec.io.hf.values import section, whole
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 
-_PREFIX = "base_model.model."
-_LAYER = re.compile(re.escape(_PREFIX) + r"model\.layers\.(\d+)\.self_attn\.q_proj\.lora_A\.weight")
-# Options of PEFT that change what is computed, by what leaves it as it is.
-_UNCHANGED: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
+_LAYER = re.compile(re.escape(peft.PREFIX) + r"model\.layers\.(\d+)\.self_attn\.q_proj\.lora_A\.weight")
+# Further options of PEFT, by what leaves them unused.
+_UNUSED: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "use_dora": (False,),
-    "fan_in_fan_out": (False,),
     "lora_bias": (False,),
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
-    "modules_to_save": ([],),
 }
 
 
@@ -68,9 +64,7 @@ def _refuse_another(directory: Path, found: Tensors, target: LlamaConfig) -> Non
 
 
 def _config(directory: Path, content: Mapping[str, Any], target: LlamaConfig) -> UnoConfig:
-    for name, usual in _UNCHANGED.items():
-        if content.get(name) is not None and content[name] not in usual:
-            raise ValueError(f"{name} is {shown(content[name])}; adapters with it are not supported")
+    peft.check_unchanged(content, _UNUSED)
     rank, alpha = whole(content, "r", 1), content.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
         raise ValueError(f"lora_alpha is {shown(alpha)}; expected a number")
@@ -111,7 +105,9 @@ def entries(config: UnoConfig) -> Iterator[Entry]:
         parts = sources_of(
             dataclasses.replace(config.target, model_type="llama"), matrix, (*shape[:-1], config.rank)
         )
-        names = [f"{_PREFIX}{one.name.removesuffix('weight')}lora_{which.upper()}.weight" for one in parts]
+        names = [
+            f"{peft.PREFIX}{one.name.removesuffix('weight')}lora_{which.upper()}.weight" for one in parts
+        ]
         if which == "b":
             sources = [dataclasses.replace(one, name=name) for one, name in zip(parts, names, strict=True)]
         else:

@@ -17,15 +17,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxspec.model import llama
+from jaxspec.model import llama, lora
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.lora import Adapted
+from jaxspec.model.lora import PARTS
 from jaxspec.model.sharding import with_copies
-
-# The matrices of a layer, by sublayer: the number of their parts, which have an adapter each.
-PARTS = {"attention": {"qkv": 3, "out": 1}, "mlp": {"gate_up": 2, "down": 1}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,30 +66,9 @@ def adapted(config: LlamaConfig, params: Params, head: UnoConfig, own: Params, r
     Args:
       config, params: the target, perhaps with several copies of each key/value head, and perhaps quantised.
       head, own: the adapters.
-      rows: as in `Adapted`.
+      rows: as in `lora.Adapted`.
     """
-    group, hd = config.group_size, config.head_dim
-    # By matrix: the axis along which its parts are placed, and their sizes.
-    places = {"qkv": (1, (group * hd, hd, hd)), "gate_up": (0, (1, 1))}
-    layers = []
-    for layer, mine in zip(params["layers"], own["layers"], strict=True):
-        new = dict(layer)
-        for sublayer, matrices in PARTS.items():
-            new[sublayer] = dict(layer[sublayer])
-            for name in matrices:
-                b = with_copies(config, {name: mine[sublayer][f"{name}_b"]})[name]
-                axis, sizes = places.get(name, (0, (b.shape[0],)))
-                new[sublayer][name] = Adapted(
-                    layer[sublayer][name],
-                    mine[sublayer][f"{name}_a"],
-                    b,
-                    rows,
-                    axis,
-                    sizes,
-                    head.alpha / head.rank,
-                )
-        layers.append(new)
-    return {**params, "layers": layers}
+    return lora.adapted(config, params, with_copies(config, own), rows, head.alpha / head.rank)
 
 
 def noise(head: UnoConfig, pending: jax.Array, positions: jax.Array) -> jax.Array:

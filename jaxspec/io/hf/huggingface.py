@@ -62,6 +62,8 @@ __all__ = [
     "unapplied_settings",
 ]
 
+# The name of a repository on the hub.
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The directory of Orbax's part of a checkpoint. It is defined here, because the module `orbax` is slow to import.
 ORBAX_PARAMS = "params"
 # Puts a leaf, given as its name and a host array, on its devices.
@@ -100,7 +102,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
             f"{text} is a file; give the directory that holds config.json and *.safetensors "
             f"({path.absolute().parent}?), or a .gguf file"
         )
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text):
+    if not HUB_ID.fullmatch(text):
         raise FileNotFoundError(
             f"no directory {text!r}; give a model's directory, a hub id such as owner/model, or one of the "
             f"names {names_and_guess(text)}"

@@ -92,7 +92,7 @@ def missing(name: str, found: Tensors) -> str:
             "these are heads of Medusa or Hydra, no model; they draft with method='medusa' or method='hydra'"
         )
     if any(".lora_A." in other for other in found):
-        return "these are weights of LoRA that are not merged; save them after merge_and_unload() of peft"
+        return "these are weights of LoRA that are not merged; give the model, and their directory as its adapter"
     near = min((other for other in found if other.endswith(EMBED.removeprefix(_BASE))), default=None, key=len)
     if name == EMBED and near is not None:
         return f"tensor {name} is missing, and {near} is there: this is a part of another model"

@@ -28,6 +28,7 @@ from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.records import record
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
+from jaxspec.model.lora import unadapted
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import fetched, without_copies
 from jaxspec.sampling import is_greedy
@@ -97,8 +98,9 @@ def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = N
     """Returns a hash of a model's shape and of a sample of its weights, the same in float32 and bfloat16.
 
     `sampled`: for quantised `params`, the unquantised rows of each leaf by its name. A quantised model thus has the
-    fingerprint of the original, and uses the same files.
+    fingerprint of the original, and uses the same files. A model with an adapter has another one.
     """
+    params, adapters = unadapted(params)
     shape = {name: value for name, value in _identity(config.plain).items() if name not in _TEXT_FIELDS}
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
     read = None if sampled is None else [row for name, _, _ in leaves(config) for row in sampled[name]]
@@ -107,6 +109,8 @@ def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = N
         read = [row for leaf in jax.tree.leaves(params) for row in sampled_rows(np.asarray(leaf))]
     for row in read or fetched(_sampled_rows(config, params)):
         digest.update(np.ascontiguousarray(row).tobytes())
+    for leaf in fetched([array for one in adapters for array in (one.a, one.b)]):
+        digest.update(b"".join(row.tobytes() for row in sampled_rows(leaf)))
     return digest.hexdigest()[:16]
 
 
