@@ -13,6 +13,22 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv.count("-m"):
 
 from jaxspec.host import extras
 
+# The module of each job of `jaxspec train`, in the order of its help.
+JOBS = {
+    "soft": "training.soft",
+    "heads": "training.heads.train",
+    "own-text": "training.own_text",
+    "sft": "training.sft",
+    "layerskip": "training.layerskip",
+    "probe": "training.probe",
+    "export": "training.export",
+    "plots": "training.plots",
+    "compile": "training.compile",
+    "throughput": "training.throughput",
+    "depth": "training.depth",
+    "tasks": "training.tasks",
+}
+
 try:
     extras.require("train", "grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml")
 except extras.MissingExtra as missing:

@@ -43,7 +43,8 @@ def run(
 
 def typed(module: str, arguments: Sequence[str] | None) -> str:
     """Returns the whole command line as it was typed, for the record of a run."""
-    return shlex.join(["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)])
+    called = (frame.CALLED.get() or f"python -m {module}").split()
+    return shlex.join([*called, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def joined(options: AnyOptions, module: str) -> AnyOptions:

@@ -25,8 +25,9 @@ from training.loop import state_sharding
 from training.loop.checkpoints import Checkpoints
 from training.option_files import parse_plain
 from training.reports import card, metrics
+from training.reports.use import of_job
 from training.run import CHECKPOINTS, read_run
-from training.run_options import Written
+from training.run_options import SCRATCH, Written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,11 @@ def export(
     weights = f"{dtype}, trained in {options['weights']}"
     if of:
         weights += f"; the held-out losses are those of the weights{of}"
-    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, fit, weights)
+    start = None if options["start"] == SCRATCH else options["start"]
+    use = of_job(record, start, output, config, measured)
+    text = card.write(
+        output.name, config, record, metrics.read(run), step, measured, texts, fit, weights, use
+    )
     files.write_atomic(output / "README.md", text)
     return line
 

@@ -85,11 +85,14 @@ def train(
         if options.output is not None and result.exports:
             # Every process reads its part of the checkpoint; the first one writes.
             console.print(export.export(directory, options.output, options.samples, console.print))
-        if options.plot and result.exports and processes.is_first():
-            drawn = curves.draw(directory)
-            why = "" if exits else " (acceptance is measured where there are exits)"
-            console.print("drew " + ", ".join(map(str, drawn)) + why)
+        draw(options, result, console, "" if exits else " (acceptance is measured where there are exits)")
     return 0 if result.signal is None else 128 + result.signal
+
+
+def draw(options: RunOptions, result: training_loop.Result, console: Console, remark: str = "") -> None:
+    """Draws the curves of a run that has ended, if the options ask for them."""
+    if options.plot and result.exports and processes.is_first():
+        console.print(f"drew {', '.join(map(str, curves.draw(options.run_directory)))}{remark}")
 
 
 def _run_loop(

@@ -1,11 +1,11 @@
-"""Trains a Llama by the LayerSkip recipe: `python -m training.layerskip --data FILE --output DIR`."""
+"""Trains a Llama by the LayerSkip recipe: `jaxspec train layerskip --data FILE --output DIR`."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from training import job
 from training.losses.exits import LayerSkipOptions, layerskip_loss
@@ -21,6 +21,8 @@ class Options(JobOptions):
       layerskip: the recipe.
       exits: exit layers whose acceptance is measured at each checkpoint. Default: a quarter and a half of the depth.
     """
+
+    job: ClassVar[str] = "layerskip"
 
     layerskip: LayerSkipOptions = dataclasses.field(default_factory=LayerSkipOptions)
     exits: tuple[int, ...] = ()

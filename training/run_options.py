@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from jaxspec.console.distributed import ProcessOptions
 from jaxspec.loading.loading import devices_of
@@ -101,6 +101,7 @@ class RunOptions:
       compute: dtype of the matrix products. `auto` is bfloat16 on accelerators and float32 on CPU.
       weights: dtype of the trained parameters. bfloat16 halves their memory and checkpoints; updates are then rounded
         stochastically.
+      plot: draw curves of loss and acceptance into the run directory at the end.
     """
 
     data: DataOptions
@@ -110,6 +111,7 @@ class RunOptions:
     mesh: str | None = None
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     weights: Literal["float32", "bfloat16"] = "float32"
+    plot: bool = False
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     loop: LoopOptions = dataclasses.field(default_factory=LoopOptions)
     processes: ProcessOptions = dataclasses.field(default_factory=ProcessOptions)
@@ -212,7 +214,8 @@ class JobOptions(RunOptions):
     """The options that all commands share that train a model.
 
     Attributes:
-      output: the Hugging Face directory to write; None to keep checkpoints in the run directory only.
+      output: the Hugging Face directory to write. Default: with --run none, so that only checkpoints are kept; else the
+        name of the start and of the job, such as smollm2-soft.
       start: a Hugging Face directory, a GGUF file, a hub id or the name of an embedded model, or `scratch`.
       start_layers: keep only this many first layers of the given model. Default: all.
       widen: multiply the width of the given model by this number without changing its function; see
@@ -225,8 +228,9 @@ class JobOptions(RunOptions):
       dtype: dtype of the written weights, to which they are rounded in the measurements too. `auto`: that of the given
         model; from scratch bfloat16.
       samples: number of texts to write into the card after each prompt.
-      plot: draw curves of loss and acceptance into the run directory at the end.
     """
+
+    job: ClassVar[str]
 
     start: str = SCRATCH
     start_layers: int | None = None
@@ -236,14 +240,12 @@ class JobOptions(RunOptions):
     remat_policy: RematPolicy | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     samples: int = 2
-    plot: bool = False
     model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
 
     def __post_init__(self):
         if self.output is None and self.run is None:
-            raise ValueError(
-                "neither output nor run is given; name the directory of the model with --output DIR"
-            )
+            name = "model" if self.start == SCRATCH else Path(self.start).resolve().name.removesuffix(".gguf")
+            object.__setattr__(self, "output", Path(f"{name}-{self.job}"))
         if self.start == SCRATCH and self.start_layers is not None:
             raise ValueError("start_layers is for a given model; name one with --start DIR, or give --layers")
         if self.start == SCRATCH and self.freeze_embeddings:

@@ -1,10 +1,11 @@
-"""Trains a Llama by next-token prediction: `python -m training.sft --data FILE --output DIR`."""
+"""Trains a Llama by next-token prediction: `jaxspec train sft --data FILE --output DIR`."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import ClassVar
 
 from training import job
 from training.losses.base import next_token
@@ -15,6 +16,8 @@ from training.start import Objective, Start, draft_tokens
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(DraftOptions):
     """Trains a Llama by next-token prediction and writes the best checkpoint as a Hugging Face directory."""
+
+    job: ClassVar[str] = "sft"
 
 
 def objective(options: Options, start: Start) -> Objective:

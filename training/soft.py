@@ -1,4 +1,4 @@
-"""Trains a sorted draft by SoFT: `python -m training.soft --exits 6 9 12 --data FILE --output DIR`."""
+"""Trains a sorted draft by SoFT: `jaxspec train soft --exits 6 9 12 --data FILE --output DIR`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from jaxspec.io import checkpoint
 from jaxspec.loading.loading import find_model
@@ -29,19 +30,25 @@ class Options(DraftOptions):
     is the baseline.
 
     Attributes:
-      exits: number of layers at each exit, ascending; the last one is the whole draft.
+      exits: number of layers at each exit, ascending; the last one is the whole draft. Default: after a half, three
+        quarters and all of the layers of --start-layers, of --layers, or of the start; of 3/8 of them if the start is
+        the target (the paper: 12 of 32).
       target: a model with the same vocabulary. Each checkpoint measures the share of the exits' tokens that it accepts,
         and the exits may be distilled from it. Default: the draft's own last exit.
       distil_weight: weight of the divergence from the target's distribution in the loss, 0 to 1.
       target_weights: weights of the target: a dtype, or int8 with a scale per output channel. `auto`: as `compute`.
     """
 
-    exits: tuple[int, ...]
+    job: ClassVar[str] = "soft"
+
+    exits: tuple[int, ...] = ()
     target: Path | None = None
     distil_weight: float = 0.0
     target_weights: TargetWeights = "auto"
 
     def __post_init__(self):
+        if not self.exits:
+            object.__setattr__(self, "exits", usual_exits(self._usual_layers()))
         if not self.exits or sorted(set(self.exits)) != list(self.exits) or self.exits[0] < 1:
             raise ValueError(f"exits is {self.exits}; give numbers of layers, rising, such as --exits 6 9 12")
         if not 0 <= self.distil_weight <= 1:
@@ -72,6 +79,27 @@ class Options(DraftOptions):
                 "leave growth out"
             )
         super().__post_init__()
+
+    def _usual_layers(self) -> int:
+        """Returns the layers of the draft where no exits are given."""
+        if self.start == SCRATCH and isinstance(self.model.layers, Auto):
+            raise ValueError(
+                "exits must be given for a draft from scratch of unknown depth, such as --exits 2,4,6"
+            )
+        if known := self.model.layers if self.start == SCRATCH else self.start_layers:
+            return known
+        layers = checkpoint.read_config(find_model(self.start)).num_layers
+        return layers if self.target not in (None, Path(self.start)) else -(-3 * layers // 8)
+
+
+def usual_exits(layers: int) -> tuple[int, ...]:
+    """Returns the default exits of a draft: after a half, three quarters and all of its layers.
+
+    Examples:
+      >>> usual_exits(12), usual_exits(2)
+      ((6, 9, 12), (1, 2))
+    """
+    return tuple(sorted({max(1, layers * part // 4) for part in (2, 3, 4)}))
 
 
 def load_target(options: Options, source: Path, draft: Start) -> tuple[tuple[LlamaConfig, Params], str]:

@@ -47,6 +47,7 @@ _COMMANDS = {
     "search": ("jaxspec.measuring.commands.search", ""),
     "tune": ("jaxspec.measuring.commands.tune", ""),
     "vocab": ("jaxspec.measuring.commands.vocab", ""),
+    "train": ("jaxspec.cli.train", ""),
 }
 
 
@@ -79,6 +80,10 @@ def _run(arguments: list[str], guard: Guard) -> int:
 
         print(f"jaxspec {__version__}")
         return 0
+    if arguments[:1] == ["train"]:
+        from jaxspec.cli.train import train
+
+        return train(arguments[1:])
     with stage("reading the command line"):
         command = _parsed(arguments, guard)
     distributed.join(*distributed.options_in(command), "jaxspec", command)

@@ -56,7 +56,7 @@ def made_of(named: str | None, runs: Sequence[str]) -> dict[str, Method] | None:
     """
     if named is None and not runs:
         return None
-    names = [] if named is None else [name.strip() for name in named.split(",")]
+    names = [] if named is None else named.replace(",", " ").split() or [named]
     return {name: registry.make(name, {}) for name in names} | {words: parse_run(words) for words in runs}
 
 

@@ -139,8 +139,8 @@ class MethodsOptions:
     """Which methods are measured beside plain decoding.
 
     Attributes:
-      methods: names, with commas between, each with its default options. autoregressive, plain decoding, is the
-        baseline and always runs. Default without --run: those that need nothing but the model.
+      methods: names, with commas or blanks between, each with its default options. autoregressive, plain decoding, is
+        the baseline and always runs. Default without --run: those that need nothing but the model.
       runs: a method and its options, as in "layerskip --exit-layer 3"; beside those of --methods.
     """
 

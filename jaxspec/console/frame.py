@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from jaxspec.console.errors import Guard
@@ -12,6 +13,8 @@ from jaxspec.console.parsing import option_names, parse_as
 Options = TypeVar("Options")
 # Reads the options of a dataclass from words, for a program of this name; `jaxspec.console.parsing.parse_as` does.
 Read = Callable[[type[Any], Sequence[str], str], Any]
+# The words that ran the program, such as `jaxspec train soft`; None for `python -m MODULE`.
+CALLED: ContextVar[str | None] = ContextVar("called", default=None)
 
 
 def run(
@@ -22,7 +25,7 @@ def run(
     read: Read = parse_as,
     names: Mapping[str, str] | None = None,
 ) -> int:
-    """Reads the options of `python -m module`, then works with them.
+    """Reads the options of `python -m module`, or of the program in `CALLED`, then works with them.
 
     Args:
       module: its full name, with which lines on standard error begin.
@@ -36,5 +39,6 @@ def run(
       the exit status, see `jaxspec.console.errors.Guard`.
     """
     given = sys.argv[1:] if argv is None else argv
-    guard = Guard(module, lambda: dict(names or {}) | option_names(options))
-    return guard(lambda: work(read(options, given, f"python -m {module}")) or 0)
+    called = CALLED.get()
+    guard = Guard(called or module, lambda: dict(names or {}) | option_names(options))
+    return guard(lambda: work(read(options, given, called or f"python -m {module}")) or 0)

@@ -381,6 +381,8 @@ def _value(option: Option, words: Sequence[Any], changeable: bool) -> Any:
     values: list[Any] = []
     text = next((note for note in option.notes if isinstance(note, Text)), None)
     choices = {str(one): one for one in typing.get_args(option.type)}
+    if option.repeated and option.type in _NUMBERS:
+        words = [part for word in words for part in word.split(",") if part]
     for word in words if option.repeated else words[-1:]:
         if option.type is bool or (changeable and option.optional and word == "None"):
             values.append(word if isinstance(word, bool) else None)

@@ -24,7 +24,7 @@ import pytest
 import jaxspec
 from jaxspec.cli import main
 from jaxspec.cli.generate import Generate, coloured
-from jaxspec.cli.methods import names
+from jaxspec.cli.methods import made_of, names
 from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import in_options
 from jaxspec.console.parsing import option_names, parse_as
@@ -813,6 +813,29 @@ def test_an_option_of_another_method_is_refused(run, arguments, line):
 def test_messages_of_the_library_name_options(command, message, said):
     """Python is told of parameters, the command line of its options; what is quoted or a path stays."""
     assert in_options(message, (names() if command is Generate else {}) | option_names(command)) == said
+
+
+def test_methods_are_named_with_commas_or_blanks():
+    assert list(made_of("ngram, suffix clasp", ())) == ["ngram", "suffix", "clasp"]
+    with pytest.raises(ValueError, match="unknown method ''"):
+        made_of("", ())
+
+
+def test_the_trainer_has_the_same_door(run, monkeypatch):
+    status, out, err = run("train", "--help")
+    assert (status, err) == (0, "")
+    assert "usage: jaxspec train [-h] {soft,heads,own-text," in out
+    assert "Sorted fine-tuning" in out
+    _, out, _ = run("train", "plots", "--help")
+    assert out.startswith("usage: jaxspec train plots [-h] [OPTIONS]")
+    assert "unknown command 'sotf'; the commands are soft, heads," in one_error(run, "train", "sotf")
+    status, _, err = run("train", "plots", "--run", "nowhere")
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("jaxspec train plots: error: no metrics.jsonl in nowhere")
+    monkeypatch.setitem(sys.modules, "training", None)
+    assert "the package training is not installed; install jaxspec from its repository" in one_error(
+        run, "train", "soft"
+    )
 
 
 def test_a_number_is_never_called_a_file(run):

@@ -313,7 +313,9 @@ def arguments(folder, name: str, *more: str, kind: str = "eagle3", output: bool 
 @pytest.fixture(scope="module")
 def whole(folder):
     """An uninterrupted run, and its head over half of the tokens."""
-    assert command.main(arguments(folder, "whole", "--steps", "12", "--draft-vocab-size", "120")) == 0
+    assert (
+        command.main(arguments(folder, "whole", "--steps", "12", "--draft-vocab-size", "120", "--plot")) == 0
+    )
     return metrics.read(folder / "run-whole")
 
 
@@ -334,6 +336,11 @@ def test_a_loss_falls_and_the_head_drafts(folder, whole):
     assert "--method eagle3" in card
     assert "python -m training.heads --kind eagle3" in card
     assert "| text | 1 | " in card
+    used, said = card[card.index("## Use it") :].split("```bash\n")[1].split("\n```\n")
+    model, output = f"--model {folder}", f"--draft {folder / 'whole'}"
+    assert used == f"jaxspec generate 'Once upon a time' {model} --method eagle3 {output}"
+    assert said.strip().startswith("Expected: ")
+    assert ">token 5" in (folder / "run-whole" / "acceptance.svg").read_text()
 
 
 @pytest.mark.full

@@ -165,7 +165,7 @@ def test_idle_layers_are_found_in_a_whole_model(params):
     assert not report["passed"]
     failed = {check["name"] for check in report["checks"] if not check["passed"]}
     assert "write RMS, first and last third" in failed
-    shown = "\n".join(card.fitness_lines(report))
+    shown = "\n".join(card.fitness_lines(report, with_gate=True))
     assert "**failed**" in shown
     assert "| text |" in shown
 
@@ -181,7 +181,7 @@ def test_texts_too_short_to_be_continued_are_no_error_but_do_not_pass(params):
         assert report["repeated"] is None
         (check,) = [one for one in report["checks"] if one["name"] == "repeated 8-grams"]
         assert not check["passed"]
-        assert "| repeated 8-grams | - |" in "\n".join(card.fitness_lines(report))
+        assert "| repeated 8-grams | - |" in "\n".join(card.fitness_lines(report, with_gate=True))
 
 
 @dataclasses.dataclass

@@ -34,7 +34,7 @@ from training.data import bpe_tokenizer, conversations, packing, reading, source
 from training.heads import train as heads
 from training.loop import checkpoints, state_sharding, step
 from training.losses import base
-from training.reports import card, curves, evaluation
+from training.reports import card, curves, evaluation, use
 from training.reports import metrics as training_metrics
 from training.run_options import SCRATCH
 from training.start import Objective, Start, chat_of, put_tokenizer, start_model, written_dtype
@@ -361,6 +361,59 @@ def test_a_checkpoint_without_a_finite_loss_is_never_the_best():
     assert checkpoints.best_step({5: measured[5]}) is None
 
 
+def test_a_draft_needs_only_its_start_and_its_data(tmp_path, monkeypatch, params):
+    """Its exits and its output have defaults; lists of numbers take blanks and commas."""
+    config = dataclasses.replace(CONFIG, num_layers=8)
+    huggingface.save(tmp_path / "base", config, {**params, "layers": 8 * params["layers"]})
+    monkeypatch.chdir(tmp_path)
+
+    def read(*given: str) -> soft.Options:
+        return option_files.parse(soft.Options, ["--data", "a", *given], "soft")
+
+    found = read("--start", "base", "--target", "base")
+    assert (found.exits, found.start_layers, found.output) == ((1, 2, 3), 3, Path("base-soft"))
+    assert read("--start", "base", "--target", "large").exits == (4, 6, 8)
+    assert read("--start", "base", "--start-layers", "4").exits == (2, 3, 4)
+    assert read("--layers", "2").exits == (1, 2)
+    assert read("--exits", "1,2,6").exits == read("--exits", "1", "2", "6").exits == (1, 2, 6)
+    assert read("--exits", "4", "--run", "r").output is None
+    with pytest.raises(ValueError, match="exits must be given for a draft from scratch of unknown depth"):
+        read()
+    with pytest.raises(ValueError, match="--exits is 'x'; give a whole number"):
+        read("--exits", "1,x")
+
+
+def test_a_card_has_the_command_and_the_expected_speed(tmp_path, params):
+    """By hand: a draft of 2 of 4 equal layers costs them and the head; verification reuses those of an early exit."""
+    config = dataclasses.replace(CONFIG, num_layers=4)
+    layer = sum(leaf.size for leaf in jax.tree.leaves(params["layers"][0]))
+    head = config.vocab_size * config.hidden_size + config.hidden_size
+    step, drafted = 4 * layer + head, 2 * layer + head
+    measured = {"accepted_token_1/2": 0.9, "accepted_token_2/2": 0.6, "accepted_token_1/1": 0.1}
+    record = {"options": {"start": "x"}, "identity": {"job": "training.layerskip"}, "exits": [1, 2]}
+    speeds = {k: tokens * step / (k * drafted + step) for k, tokens in ((1, 1.9), (2, 2.5))}
+    best = max(speeds, key=speeds.__getitem__)
+    expected = f"Expected: {speeds[best]:.2f} × plain decoding with K = {best} from exit 2 alone"
+    line, said = use.of_job(record, "x", tmp_path, config, measured)
+    assert line.endswith(f"--model {tmp_path} --method layerskip --exit-layer 2 --num-draft-tokens {best}")
+    assert said.startswith(expected)
+    huggingface.save(tmp_path, config, {**params, "layers": 4 * params["layers"]})
+    record |= {"identity": {"job": "training.soft"}, "exits": [2]}
+    line, said = use.of_job(record, str(tmp_path), Path("d"), config.truncated(2), measured)
+    assert line.endswith(f"--model {tmp_path} --method s2d --draft d")
+    assert said.startswith(expected)
+    assert use.of_job(record, str(tmp_path), Path("d"), config.truncated(2), {})[1] == ""
+    sft_record = {"options": {"start_layers": 2}, "identity": {"job": "training.sft"}, "exits": []}
+    assert "--method draft-model --draft d" in use.of_job(sft_record, "x", Path("d"), config, {})[0]
+
+
+def test_the_acceptance_of_a_head_is_drawn_by_token():
+    head = {"step": 1, "acceptance/1": 0.5, "acceptance/2": 0.25, "mean_acceptance_length": 1.75}
+    exits = {"step": 1, "acceptance/3": 0.5, "mean_acceptance_length/3": 1.75}
+    found = [str(curves.acceptance_chart([one])) for one in (head, exits)]
+    assert ["token 2" in found[0], "exit" in found[0], "exit 3" in found[1]] == [True, False, True]
+
+
 def test_a_card_counts_the_parameters_that_are_written():
     record = {
         "parameters": 10**9,
@@ -372,7 +425,12 @@ def test_a_card_counts_the_parameters_that_are_written():
     }
     measured = {"held_out_loss": 1.0, "held_out_loss/a": 1.0, "held_out_loss/b": 2.0, "acceptance/1/a": 0.5}
     fitness = {"num_layers": 1, "kinds": {}, "checks": []}
-    text = card.write("m", CONFIG, record, [], 0, measured, {}, fitness, "float16, trained in bfloat16")
+    use = "jaxspec generate x --model m", "Expected: 1.50 ×"
+    given = CONFIG, record, [], 0, measured, {}, fitness, "float16, trained in bfloat16", use
+    text, embedded = card.write("m", *given), card.write("small", *given)
+    assert text.endswith("## Use it\n\n```bash\njaxspec generate x --model m\n```\n\nExpected: 1.50 ×\n")
+    assert "| gate |" not in text
+    assert "| gate |" in embedded
     assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
     assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
     assert "| weights | float16, trained in bfloat16 |" in text
@@ -752,10 +810,6 @@ def test_impossible_options_are_refused_when_they_are_read(folder, more, capsys)
 def test_the_command_line_is_refused_in_one_line(capsys):
     """As `jaxspec: error: …`, without boxes and without the names of the program's own classes."""
     for given, said in (
-        (
-            ["--data", "a"],
-            "neither output nor run is given; name the directory of the model with --output DIR",
-        ),
         (
             ["--data", "a", "--output", "b", "--stepz", "3"],
             "unknown option --stepz; perhaps you meant --steps; see",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.measuring.bench.speed import Taken, acceptance, acceptance_by_position, speed_ratio
-from training.reports.card import made_by
+from training.reports.card import made_by, used_by
+from training.reports.use import command
 
 
 class Decoded(NamedTuple):
@@ -24,7 +26,7 @@ class Decoded(NamedTuple):
 
 
 def write(
-    name: str,
+    output: Path,
     kind: str,
     target: str,
     fingerprint: str,
@@ -39,7 +41,7 @@ def write(
     """Writes the card of a head as Markdown.
 
     Args:
-      name: of the head.
+      output: the head's directory.
       kind: of the head, which is its method.
       target: how its model was named.
       fingerprint: of that model.
@@ -56,7 +58,7 @@ def write(
     seen = int(sum(entry["tokens"] for entry in until))
     tokens = record["draft_vocab"]
     lines = [
-        f"# {name}",
+        f"# {output.name}",
         "",
         f"A head of `--method {kind}` for `{target}` (fingerprint {fingerprint}), by this project's own trainer.",
         "",
@@ -75,23 +77,31 @@ def write(
         *made_by(record["commands"]),
         "",
     ]
-    return "\n".join([*lines, *_decoding(decoded), ""])
+    speed = ""
+    if decoded:
+        decoded = {**decoded, "all": _together(decoded)}
+        ratio, _ = speed_ratio(decoded["all"].drafted, decoded["all"].plain)
+        speed = f"Expected: {_figure(ratio)} × plain decoding, as after the held-out prompts above on that machine."
+    return "\n".join([*lines, *_decoding(decoded), "", *used_by(command(target, kind, output), speed)])
 
 
-def _decoding(decoded: Mapping[str, Decoded]) -> list[str]:
-    """How the head drafts, a row for each kind of work and one for all."""
-    if not decoded:
-        return []
-    lengths = next(iter(decoded.values())).by_length
-    every = Decoded(
+def _together(decoded: Mapping[str, Decoded]) -> Decoded:
+    """Returns the counts of all kinds of work."""
+    return Decoded(
         [texts for one in decoded.values() for texts in one.drafted],
         [texts for one in decoded.values() for texts in one.plain],
         {
             length: [texts for one in decoded.values() for texts in one.by_length[length]]
-            for length in lengths
+            for length in next(iter(decoded.values())).by_length
         },
     )
-    rows = {**decoded, "all": every}
+
+
+def _decoding(rows: Mapping[str, Decoded]) -> list[str]:
+    """How the head drafts, a row for each kind of work and one for all."""
+    if not rows:
+        return []
+    lengths = rows["all"].by_length
     shares = {name: acceptance_by_position(one.drafted) for name, one in rows.items()}
     longest = max(map(len, shares.values()))
     heads = ["held-out prompts", "texts", "tokens per round", "speed-up"]

@@ -52,7 +52,7 @@ from training.start import document_marks
 class Options(RunOptions):
     """Trains a head on what a frozen model computes, and writes it where the model's methods find it.
 
-    The best text to learn from is the model's own: `python -m training.own_text`.
+    The best text to learn from is the model's own: `jaxspec train own-text`.
 
     Attributes:
       kind: of the head, which is the method that drafts with it.
@@ -191,6 +191,7 @@ def train(options: Options, typed: str, console: Console) -> int:
         del target  # its devices are needed for the model that decodes
         if result.exports:
             _export(options, trained, documents[1], console)
+            job.draw(options, result, console)
     return 0 if result.signal is None else 128 + result.signal
 
 
@@ -291,7 +292,7 @@ def _export(options: Options, trained: Trained, held_out: Kinds, console: Consol
     console.print(f"wrote step {step}, held-out loss {loss:.4f}, to {options.output} ({size / 1e6:.2f} MB)")
     decoded = _decoded(options, held_out, console)
     text = card.write(
-        options.output.name,
+        options.output,
         options.kind,
         options.target,
         trained.target,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxspec.io.embedded import embedded_names
 from jaxspec.measuring.bench import prompts
 from jaxspec.measuring.tuning.fitness import Texts
 from jaxspec.measuring.tuning.fitness_report import by_exit
@@ -108,6 +109,7 @@ def write(
     texts: Mapping[str, Sequence[str]],
     fitness: Mapping[str, Any],
     weights: str,
+    use: tuple[str, str],
 ) -> str:
     """Writes the card of a model as Markdown.
 
@@ -121,6 +123,7 @@ def write(
       texts: samples by prompt; the first of each is the greedy one.
       fitness: the report of the fitness test.
       weights: a description of the dtypes of the weights.
+      use: the command that uses the model, and the speed to expect.
     """
     until = [entry for entry in metrics if entry["step"] <= step]
     seconds = sum(entry["step_seconds"] for entry in until)
@@ -148,7 +151,7 @@ def write(
         "",
         "## Does it need its depth?",
         "",
-        *fitness_lines(fitness),
+        *fitness_lines(fitness, with_gate=name in embedded_names()),
         "",
         "## Samples",
         "",
@@ -157,18 +160,30 @@ def write(
         lines += ["After", "", *_quoted(prompt), ""]
         for index, text in enumerate(drawn):
             lines += [f"*{'greedy' if index == 0 else f'temperature {TEMPERATURE}'}*", "", *_quoted(text), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *used_by(*use)])
 
 
-def fitness_lines(report: Mapping[str, Any]) -> list[str]:
-    """Returns a report of the fitness test as Markdown: the figures by exit and kind of work, then the gate."""
+def used_by(command: str, speed: str) -> list[str]:
+    """Returns the last lines of a card: the command that uses the model, and the speed to expect."""
+    return ["## Use it", "", "```bash", command, "```", "", *([speed, ""] if speed else [])]
+
+
+def fitness_lines(report: Mapping[str, Any], with_gate: bool) -> list[str]:
+    """Returns a report of the fitness test as Markdown: the figures by exit and kind of work.
+
+    Args:
+      report: of `fitness_report.measure`.
+      with_gate: whether the gate follows, which has the criteria of the embedded models.
+    """
     layers, cells = by_exit(report)
     lines = [
         f"| by exit after {', '.join(map(str, layers))} layers | loss | agreement | confidence | answers right |",
         "|---|---|---|---|---|",
         *(f"| {kind} | " + " | ".join(row.values()) + " |" for kind, row in cells.items()),
-        *("", "| gate | found | wanted | |", "|---|---|---|---|"),
     ]
+    if not with_gate:
+        return lines
+    lines += ["", "| gate | found | wanted | |", "|---|---|---|---|"]
     for check in report["checks"]:
         value = "-" if check["value"] is None else f"{check['value']:.3f}"
         passed = "passed" if check["passed"] else "**failed**"

@@ -97,27 +97,31 @@ def loss_chart(runs: Mapping[str, Records], *, log: bool = False) -> Chart:
 
 
 def acceptance_chart(records: Records) -> Chart:
-    """The acceptance and the mean acceptance length of each exit by step, of records with an acceptance."""
-    panels = {
-        "acceptance": ("share of tokens accepted", "Acceptance", 1.0),
-        "mean_acceptance_length": ("tokens per round", "Mean acceptance length", None),
-    }
+    """The acceptance of each exit, or of each draft token of a head, and the mean acceptance lengths, by step."""
+    numbers, length = _exits(records), "mean_acceptance_length"
+    is_head = any(length in record for record in records)
+    word = "token" if is_head else "exit"
+    lengths = {"head": length} if is_head else {f"exit {layers}": f"{length}/{layers}" for layers in numbers}
+    panels = (
+        ({f"{word} {one}": f"acceptance/{one}" for one in numbers}, "share accepted", "Acceptance", 1.0),
+        (lengths, "tokens per round", "Mean acceptance length", None),
+    )
     return beside(
         *(
             curves(
-                {f"exit {layers}": _curve(records, f"{name}/{layers}") for layers in _exits(records)},
+                {name: _curve(records, key) for name, key in series.items()},
                 x="step",
                 y=y,
                 title=title,
                 most=most,
             )
-            for name, (y, title, most) in panels.items()
+            for series, y, title, most in panels
         )
     )
 
 
 def _exits(records: Records) -> list[int]:
-    """Returns the exits whose acceptance was measured."""
+    """Returns the exits, or the draft tokens of a head, whose acceptance was measured."""
     names = {name for record in records for name in record}
     return sorted(
         int(parts[1]) for name in names if len(parts := name.split("/")) == 2 and parts[0] == "acceptance"
