@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
     ".": 995,
-    "cli": 783,
-    "console": 966,
+    "cli": 818,
+    "console": 970,
     "costs": 250,
     "decoding": 520,
     "drafting": 1690,
