@@ -29,7 +29,7 @@ LINES = {
     "host": 700,
     "io": 3568,
     "loading": 500,
-    "measuring": 6455,
+    "measuring": 6480,
     "methods": 1500,
     "model": 1872,
     "programs": 1163,
