@@ -126,7 +126,7 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens
 
     Args:
       directory: where it is.
-      target: the model that verifies.
+      target: the model that verifies; the head's own cache has its `kv_cache_dtype`.
       num_tokens: number of tokens of the target's tokenizer. A head with other rows than the target is fitted to it if
         the rows differ only beyond these tokens, see `head_rows`. None: such a head is refused.
 
@@ -155,7 +155,12 @@ def read_head(directory: str | os.PathLike[str], target: LlamaConfig, num_tokens
             f"{directory} is no head by its tensors ({some}, …); the known types are {', '.join(known())}"
         )
     head = format.read(directory, content, found, target)
-    return dataclasses.replace(head, target=trained_for(directory), rows=rows)
+    made: Any = head.config
+    for name, value in vars(made).items():
+        if isinstance(value, LlamaConfig):
+            block = dataclasses.replace(value, kv_cache_dtype=target.kv_cache_dtype)
+            made = dataclasses.replace(made, **{name: block})
+    return dataclasses.replace(head, config=made, target=trained_for(directory), rows=rows)
 
 
 def _adapter(directory: Path) -> Path:

@@ -69,7 +69,8 @@ class Drafts:
         name = os.fspath(draft)
         if name not in self._loaded:
             directory = find_model(name)
-            config = self._with_cache(checkpoint.read_config(directory))
+            config = checkpoint.read_config(directory)
+            config = dataclasses.replace(config, kv_cache_dtype=self._config.kv_cache_dtype)
             tokenizer = find_tokenizer(directory)
             self._check(name, config, tokenizer)
             if self._mesh is None:
@@ -109,10 +110,6 @@ class Drafts:
                 return placed
 
             config: Any = head.config
-            layers = {name: value for name, value in vars(config).items() if isinstance(value, LlamaConfig)}
-            config = dataclasses.replace(
-                config, **{name: self._with_cache(of) for name, of in layers.items()}
-            )
             params = head.load(self._dtype, place_leaf)
             # Published heads often contain copies of the target's embedding and head.
             if "embed" in params and _same(params["embed"], target.params["embed"]):
@@ -124,9 +121,6 @@ class Drafts:
                 del params["head"]
             self._heads[name] = LoadedHead(config, params, head.target, head.rows)
         return self._heads[name]
-
-    def _with_cache(self, config: LlamaConfig) -> LlamaConfig:
-        return dataclasses.replace(config, kv_cache_dtype=self._config.kv_cache_dtype)
 
     def quantised(self, target: LoadedModel, bits: int) -> LoadedModel:
         """Returns a copy of the target with weights of 8 or 4 bits, made once.

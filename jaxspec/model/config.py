@@ -188,8 +188,8 @@ class LlamaConfig:
 
     @property
     def plain(self) -> LlamaConfig:
-        """The same configuration without the fields that are not stored in files."""
-        return dataclasses.replace(self, kv_copies=1, exact=False, max_model_len=None, kv_cache_dtype="auto")
+        """The same configuration with one copy of each key/value head, not `exact`, with the whole context."""
+        return dataclasses.replace(self, kv_copies=1, exact=False, max_model_len=None)
 
     @property
     def context_length(self) -> int:

@@ -63,6 +63,7 @@ def compiled(
     shape: str = "31m",
     dtype: str = "bfloat16",
     every_option: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> dict:
     """Returns the report of a method's rounds; `bits` is the width of quantised weights."""
     from jaxspec.measuring.aot.programs import Place, devices, make
@@ -72,6 +73,8 @@ def compiled(
     chips = parse_topology(topology)
     place = Place.of(devices(chips), mesh_axes(None, chips.num_devices))
     target = dataclasses.replace(model_shape(None, shape), bits=bits)
+    config = dataclasses.replace(target.config, kv_cache_dtype=kv_cache_dtype)
+    target = dataclasses.replace(target, config=config)
     programs = make(
         target, registry.make(method, options), place, capacity=256, dtype=dtype, every_option=every_option
     )
@@ -118,6 +121,20 @@ def test_int8_weights_are_read_as_they_are(topology):
     matrices = SMALL.vocab_size * 256 + L * 256 * (16 * 64 + 512 + 3 * 768)
     saved = plain["argument_bytes_per_device"] - small["argument_bytes_per_device"]
     assert 0.97 * matrices / chips < saved < matrices / chips  # minus the scales and padding
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5e:2x2"])
+def test_an_int8_cache_is_read_as_it_is(topology):
+    """No keys and values are converted whole to bfloat16; their bytes are those of the numbers and of the scales."""
+    plain, small = (
+        compiled(topology, "autoregressive", {}, kv_cache_dtype=name) for name in ("auto", "int8")
+    )
+    assert small["cache_copies"] == small["vector_products"] == 0
+    assert small["collectives"] == plain["collectives"]
+    chips = 1 if topology == "v5e:1x1" else 4
+    saved = plain["argument_bytes_per_device"] - small["argument_bytes_per_device"]
+    expected = 2 * L * 4 * 256 * (2 * 64 - 64 - 2) // chips
+    assert 0.96 * expected < saved <= expected  # the scales of one head are padded
 
 
 @pytest.mark.parametrize("bits", [8, 4])

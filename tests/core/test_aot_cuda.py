@@ -56,6 +56,12 @@ def test_plain_decoding_on_several_gpus():
     assert found["temporary_bytes_per_device"] < 2**20
 
 
+@pytest.mark.parametrize(("topology", "dtype"), [("h100", "bfloat16"), ("t4", "float16")])
+def test_an_int8_cache_is_read_as_it_is(topology, dtype):
+    found = compiled(topology, "autoregressive", {}, dtype=dtype, kv_cache_dtype="int8")
+    assert found["cache_copies"] == 0
+
+
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_t4_reads_weights_as_they_are(bits):
     """Without bfloat16 products: no weight and no cache is written as float32."""

@@ -268,7 +268,38 @@ def test_products_of_the_vector_unit_are_shown_of_a_tpu(capsys, cycles, shown):
         "method": "ngram",
         "batch": 1,
         "capacity": 8,
+        "kv_cache_dtype": "auto",
     }
     record |= {"argument_bytes_per_device": 1, "temporary_bytes_per_device": 1, "compile_seconds": 1.0}
     command._print(record | {"cycles": cycles}, "a page")
     assert ("multiplied by the vector unit" in capsys.readouterr().out) == shown
+
+
+def test_a_slice_of_an_array_in_another_layout_is_a_part():
+    """A TPU changes the layout of an int8 cache within a fusion, and reads only the slice."""
+    module = hlo.parse("""HloModule f
+%relayout (p: s8[8,64]) -> s8[8,64] {
+  %p = s8[8,64]{1,0} parameter(0)
+  ROOT %c = s8[8,64]{1,0} copy(%p)
+}
+%part (p: s8[8,64], i: s32[]) -> s8[8,4] {
+  %p = s8[8,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %q = s8[8,64]{1,0} fusion(%p), kind=kLoop, calls=%relayout
+  ROOT %s = s8[8,4]{1,0} dynamic-slice(%q, %i, %i), dynamic_slice_sizes={8,4}
+}
+%body (t: (s32[], s8[8,64])) -> (s32[], s8[8,64]) {
+  %t = (s32[], s8[8,64]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = s8[8,64]{1,0} get-tuple-element(%t), index=1
+  %y = s8[8,4]{1,0} fusion(%x, %i), kind=kLoop, calls=%part
+  ROOT %next = (s32[], s8[8,64]{1,0}) tuple(%i, %x)
+}
+%more (t: (s32[], s8[8,64])) -> pred[] {
+  ROOT %c = pred[] constant(false)
+}
+ENTRY %main (s: (s32[], s8[8,64])) -> (s32[], s8[8,64]) {
+  %s = (s32[], s8[8,64]{1,0}) parameter(0)
+  ROOT %w = (s32[], s8[8,64]{1,0}) while(%s), condition=%more, body=%body
+}""")
+    assert bytes_read(module, main_loop(module), lambda one: "all")["all"] == 8 * 4 + 4

@@ -22,7 +22,7 @@ from jaxspec.io.records import record
 from jaxspec.model.config import LlamaConfig
 
 FORMAT = "jaxspec.costs/1"
-# Config fields that do not affect the costs, or that the name of the dtype includes.
+# Config fields that do not affect the costs.
 _TEXT_FIELDS = (
     "bos_token_id",
     "eos_token_ids",
@@ -30,7 +30,6 @@ _TEXT_FIELDS = (
     "max_position_embeddings",
     "exact",
     "max_model_len",
-    "kv_cache_dtype",
 )
 
 
@@ -48,6 +47,8 @@ def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dic
       the device kind does not identify a CPU.
     """
     shape = {name: value for name, value in dataclasses.asdict(config).items() if name not in _TEXT_FIELDS}
+    if config.kv_cache_dtype == "auto":  # files of earlier versions do not have it
+        del shape["kv_cache_dtype"]
     found: dict[str, Any] = {
         "device": device_kind,
         "platform": platform,

@@ -38,8 +38,8 @@ THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
 # Their names beside a model.
 PLAN_NAME, ASD_NAME, PROBES_NAME = "jaxspec.plan.json", "jaxspec.asd.json", "probes"
 THRESHOLDS_NAME = "thresholds"
-# Config fields that are not part of a model's identity, because they concern only its text.
-_TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings")
+# Config fields that are not part of a model's identity, because they concern only its text or its cache.
+_TEXT_FIELDS = ("bos_token_id", "eos_token_ids", "model_type", "max_position_embeddings", "kv_cache_dtype")
 # The fields of the first files with fingerprints. A newer field counts if its value is not the default, which all
 # models had before.
 _FIRST_FIELDS = (

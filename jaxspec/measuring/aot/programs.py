@@ -175,7 +175,8 @@ class Programs:
         """Returns the shapes of one device's part of the keys and values of every cache."""
         nodes = jax.tree.leaves(self.state, is_leaf=_is_cache)
         layers = [leaf for node in nodes if _is_cache(node) for leaf in jax.tree.leaves(node.layers)]
-        return {part(leaf) for leaf in layers}
+        # Without the scales of an int8 cache, whose last axis is 1.
+        return {part(leaf) for leaf in layers if leaf.shape[-1] > 1}
 
     def weight_shapes(self) -> set[tuple[int, ...]]:
         """Returns the shapes of one device's part of the matrices among the parameters, also reshaped to two axes."""

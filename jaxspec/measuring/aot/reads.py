@@ -48,13 +48,13 @@ def bytes_read(
       160
     """
     total: collections.Counter[str] = collections.Counter()
-    reads = _Reads(module, stage)
+    reads = Reads(module, stage)
     for (of_stage, count, _), size in reads.of(loop.called["body"][0]).items():
         total[of_stage] += count * size
     return total
 
 
-class _Reads:
+class Reads:
     """Finds the arrays that are read; entering a computation, outermost first, adds it to `_callers`."""
 
     def __init__(self, module: Module, stage: Callable[[Instruction], str]) -> None:
@@ -77,7 +77,7 @@ class _Reads:
                 continue
             for number, operand in enumerate(one.operands):
                 origin = self._origin(at, operand, None)
-                size, whole = self._taken(at, one, number)
+                size, whole = self.taken(at, one, number)
                 if size and origin is not None:
                     key = (self._stage(one), count, origin)
                     found[key] = min(found.get(key, 0) + size, max(whole, found.get(key, 0)))
@@ -91,7 +91,7 @@ class _Reads:
         self._callers[name] = (at, [one.operands[index + 1]] if branch else list(one.operands))
         return self.of(name, count * (trips(one) or 1) if one.opcode == "while" else count)
 
-    def _taken(self, at: str, one: Instruction, number: int) -> tuple[int, int]:
+    def taken(self, at: str, one: Instruction, number: int) -> tuple[int, int]:
         """Returns the bytes of an operand that an instruction reads from main memory, and the operand's size."""
         results = self._named[at][one.operands[number]].results
         if len(results) != 1 or results[0].space:
@@ -113,7 +113,7 @@ class _Reads:
         for one in body:
             if not names & set(one.operands):
                 continue
-            if one.opcode == "bitcast" and not one.root:
+            if self._changes_nothing(one) and not one.root:
                 names.add(one.name)
             elif one.opcode in _TAKES_A_PART and one.operands[0] in names:
                 size += _size(one.results)
@@ -125,6 +125,13 @@ class _Reads:
             elif one.opcode not in WRITES or one.operands[0] not in names:
                 return whole
         return min(size, whole)
+
+    def _changes_nothing(self, one: Instruction) -> bool:
+        """Whether an instruction within a fusion is a bitcast, or a fusion that only changes the layout."""
+        if one.opcode != "fusion":
+            return one.opcode == "bitcast"
+        inside = self._module.computations[one.called["calls"][0]]
+        return all(inner.opcode in ("parameter", "copy", "bitcast") for inner in inside)
 
     def _origin(self, at: str, name: str, part: int | None) -> _Origin | None:
         """Returns the origin of an array from outside the loop; None for an array made within it."""
@@ -140,18 +147,18 @@ class _Reads:
             return None if part is None else self._origin(at, one.operands[part], None)
         if one.opcode in _PASSES or one.opcode.endswith("-done") or one.target == "ConcatBitcast":
             return self._origin(at, one.operands[0], part if one.opcode == "while" else None)
-        if one.opcode == "fusion" and (number := self._written(one, part)) is not None:
+        if one.opcode == "fusion" and (number := self.written(one, part)) is not None:
             return self._origin(at, one.operands[number], None)
         return None
 
-    def _written(self, fusion: Instruction, part: int | None) -> int | None:
+    def written(self, fusion: Instruction, part: int | None) -> int | None:
         """Returns the number of the parameter that a fusion updates in place to form a result; None without one."""
         inside = self._named[fusion.called["calls"][0]]
         (one,) = (inner for inner in inside.values() if inner.root)
         if one.opcode == "tuple":
             one = inside[one.operands[part or 0]]
         while one.opcode in ("bitcast", "fusion", *WRITES):
-            number = self._written(one, None) if one.opcode == "fusion" else 0
+            number = self.written(one, None) if one.opcode == "fusion" else 0
             if number is None:
                 return None
             one = inside[one.operands[number]]

@@ -24,7 +24,8 @@ from jaxspec.measuring.aot.accelerators import (
     parse_topology,
 )
 from jaxspec.measuring.bench.device_profile import SHAPES
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model import cache as kv
+from jaxspec.model.config import KVCacheDtype, LlamaConfig
 from jaxspec.programs.memory import needed_bytes
 
 _ROWS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 17, 33, 65)
@@ -86,8 +87,7 @@ def roofline(
     """
     layer, head = weights(config)
     launch_ms = 1e-3 * (accelerator.launch_us if launch_us is None else launch_us)
-    live_bytes = 2 * config.num_kv_heads * config.head_dim * _BYTES
-    live_ms = 1e3 * live_bytes * config.num_layers / accelerator.bandwidth / chips
+    live_ms = 1e3 * kv.size_bytes(config, 1, 1, accelerator.dtype) / accelerator.bandwidth / chips
     size, exchange_ms = _BYTES if bits is None else bits / 8, 1e-3 * EXCHANGE_US * (chips > 1)
 
     def product_ms(numbers: int, rows: int) -> float:
@@ -130,6 +130,7 @@ def usual(
     steps: Steps | None = None,
     chips: int = 1,
     bits: int | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> tuple[StepCosts, dict[str, DraftCost]]:
     """Returns the step costs of a named shape and the draft costs by name, including its usual draft model if any.
 
@@ -140,11 +141,13 @@ def usual(
       accelerator, launch_us, chips, bits: see `roofline`.
       shape: a name in `SHAPES`.
       steps: replaces `roofline`: returns the costs of a shape for its config and name, or None.
+      kv_cache_dtype: see `LlamaConfig`.
     """
 
     def steps_of(name: str) -> StepCosts:
-        given = None if steps is None else steps(accelerator, SHAPES[name], name)
-        return given or roofline(accelerator, SHAPES[name], name, launch_us, chips=chips, bits=bits)
+        config = dataclasses.replace(SHAPES[name], kv_cache_dtype=kv_cache_dtype)
+        given = None if steps is None else steps(accelerator, config, name)
+        return given or roofline(accelerator, config, name, launch_us, chips=chips, bits=bits)
 
     costs = steps_of(shape)
     drafts = kinds(costs.num_layers)
@@ -195,6 +198,7 @@ def report(
     launch_us: float | None = None,
     steps: Steps | None = None,
     bits: int | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> dict[str, Any]:
     """Returns predicted speed-ups of several drafts on a device.
 
@@ -205,12 +209,13 @@ def report(
       launch_us: see `roofline`.
       steps: see `usual`; for example `estimates.estimated`. Only for one device and weights of 16 bits.
       bits: see `roofline`.
+      kv_cache_dtype: see `LlamaConfig`.
 
     Returns:
       `prediction` (True: nothing is measured), `estimated` (whether the costs use the compiler's cycles), `device`,
-      `shape`, `dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`, `needed_gb` and
-      `remedies` (see the functions), `plain_ms` (a step of plain decoding), `drafts` (the layers and heads that each
-      draft runs), `speedups` (see `speedup_table`; each with its draft length).
+      `shape`, `dtype`, `kv_cache_dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`,
+      `needed_gb` and `remedies` (see the functions), `plain_ms` (a step of plain decoding), `drafts` (the layers and
+      heads that each draft runs), `speedups` (see `speedup_table`; each with its draft length).
 
     Raises:
       ValueError: the device or the shape is unknown, or a number is out of range; one line.
@@ -227,8 +232,9 @@ def report(
     if ":" in device:
         chips = parse_topology(device).num_devices
     steps = None if chips > 1 or bits else steps
-    costs, drafts = usual(accelerator, shape, launch_us, steps, chips, bits)
-    estimated = steps is not None and steps(accelerator, SHAPES[shape], shape) is not None
+    costs, drafts = usual(accelerator, shape, launch_us, steps, chips, bits, kv_cache_dtype)
+    config = dataclasses.replace(SHAPES[shape], kv_cache_dtype=kv_cache_dtype)
+    estimated = steps is not None and steps(accelerator, config, shape) is not None
     table = speedup_table(costs, drafts, batch=batch)
     return {
         "prediction": True,
@@ -236,6 +242,7 @@ def report(
         "device": device,
         "shape": shape,
         "dtype": costs.dtype if bits is None else f"{costs.dtype}, int{bits} weights",
+        "kv_cache_dtype": kv_cache_dtype,
         "batch": batch,
         "live": costs.live,
         "bandwidth": accelerator.bandwidth,

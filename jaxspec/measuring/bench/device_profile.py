@@ -29,7 +29,7 @@ from jaxspec.measuring.bench.steps import (
 from jaxspec.measuring.bench.timing import interleaved, median_ratio
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import KVCacheDtype, LlamaConfig
 from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import quantise
@@ -82,6 +82,7 @@ def profile(
     mesh: str | None = None,
     *,
     weights: str | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     repeats: int = 25,
     on_progress: OnProgress = lambda step: None,
 ) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def profile(
     Args:
       model: directory or hub id; None for the embedded model, unless a shape is named.
       shape: a name in `SHAPES`.
-      dtype, device, mesh, weights: as in `load`.
+      dtype, device, mesh, weights, kv_cache_dtype: as in `load`.
       repeats: turns.
       on_progress: called with a description of the current step.
 
@@ -110,7 +111,7 @@ def profile(
       ValueError, FileNotFoundError: an unknown shape, both a model and a shape, or an error of `load`.
     """
     on_progress("loading the model")
-    lm = language_model(model, shape, dtype, device, mesh, weights)
+    lm = language_model(model, shape, dtype, device, mesh, weights, kv_cache_dtype)
     params = Weights(lm.params)
 
     on_progress("compiling the plain loop")
@@ -166,16 +167,19 @@ def language_model(
     device: str | None,
     mesh: str | None,
     weights: str | None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> LanguageModel:
     if shape is None:
-        return load(model, dtype=dtype, weights=weights, device=device, mesh=mesh)
+        where: dict[str, Any] = {"dtype": dtype, "device": device, "mesh": mesh}
+        return load(model, weights=weights, kv_cache_dtype=kv_cache_dtype, **where)
     if model is not None:
         raise ValueError(f"got both model={model!r} and shape={shape!r}; give one of them")
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; give one of {', '.join(SHAPES)}")
     over = resolve_mesh(mesh, device)
     place, kind = resolve_placement(dtype, device, over)
-    config = SHAPES[shape] if over is None else fit_to_mesh(over, SHAPES[shape], shape)
+    config = dataclasses.replace(SHAPES[shape], kv_cache_dtype=kv_cache_dtype)
+    config = config if over is None else fit_to_mesh(over, config, shape)
     init = functools.partial(llama.init_params, config, dtype=kind)
     bits = resolve_weights(weights)
     with jax.default_device(place):

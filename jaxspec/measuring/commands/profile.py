@@ -66,7 +66,8 @@ class Profile:
     def _check(self) -> None:
         """Checks that the given options fit together."""
         paper = self.device_model is not None
-        if paper and (self.costs or self.model != ModelOptions(weights=self.model.weights)):
+        known = ModelOptions(weights=self.model.weights, kv_cache_dtype=self.model.kv_cache_dtype)
+        if paper and (self.costs or self.model != known):
             raise ValueError(
                 "`device_model` predicts for a named shape on a device that is not attached; give it with `shape`, "
                 "without `costs`, `model`, `dtype`, `device` or `mesh`"
@@ -101,6 +102,7 @@ class Profile:
                 given.device,
                 given.mesh,
                 weights=given.weights,
+                kv_cache_dtype=given.kv_cache_dtype,
                 on_progress=progress,
             )
 
@@ -112,7 +114,8 @@ class Profile:
         given, warnings = self.model, list[str]()
         with Progress() as progress:
             progress("loading the model")
-            lm = language_model(given.model, self.shape, given.dtype, given.device, given.mesh, given.weights)
+            where = (given.dtype, given.device, given.mesh, given.weights, given.kv_cache_dtype)
+            lm = language_model(given.model, self.shape, *where)
             costs, measured = remembered_step_costs(
                 lm, fresh=self.fresh, on_progress=progress, on_warning=warnings.append
             )
@@ -139,7 +142,7 @@ class Profile:
         with Progress() as progress:
             steps = functools.partial(estimated, on_progress=progress) if self.launch_us is None else None
             given = (self.device_model, self.shape, self.batch or 1, self.launch_us, steps)
-            return report(*given, resolve_weights(self.model.weights))
+            return report(*given, resolve_weights(self.model.weights), self.model.kv_cache_dtype)
 
 
 def _print(report: dict[str, Any]) -> None:
