@@ -18,7 +18,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
-    ".": 995,
+    ".": 997,
     "cli": 818,
     "console": 970,
     "costs": 250,
@@ -31,7 +31,7 @@ LINES = {
     "loading": 500,
     "measuring": 6480,
     "methods": 1500,
-    "model": 1872,
+    "model": 1895,
     "programs": 1163,
     "serving": 2292,
     "session": 1188,
