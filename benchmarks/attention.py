@@ -31,9 +31,9 @@ from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import KVCacheDtype, LlamaConfig
-from jaxspec.model.numerics import stream_dtype
+from jaxspec.model.numerics import KERNELS, stream_dtype
 from jaxspec.programs.buckets import MAX_CHUNK
-from jaxspec.programs.compiler_options import compiler_options, products
+from jaxspec.programs.compiler_options import compiler_options, kernels
 
 # The live length of a decoding step, and the capacities that are compared.
 LIVE, SHORT, LONG = 1024, 2048, 32768
@@ -110,7 +110,7 @@ def attention(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, layer: kv.Layer) -> Any:
         slots = start[:, None] + jnp.arange(rows)
-        return llama.cached(start, slots, None, True)(q, k, v, layer)
+        return llama.Cached(start, slots, None, True)(q, k, v, layer)
 
     def arguments() -> tuple[Any, ...]:
         q = jnp.zeros((1, rows, heads, group, width), stream)
@@ -154,7 +154,7 @@ def whole_step(place: Place, shape: ModelShape, dtype: str, rows: int) -> dict[s
 
 
 def _compiled(function: Callable[..., Any], given: tuple[Any, ...], donated: int) -> Program:
-    with products(given):
+    with KERNELS(kernels(given)):
         lowered = jax.jit(function, donate_argnums=donated).lower(*given)
     return build(lambda: lowered, compiler_options(given))
 

@@ -9,6 +9,7 @@ from flax import struct
 from jaxspec.model.tree import Tree
 from jaxspec.protocol import Acceptance, Acceptor, Proposal
 from jaxspec.sampling import Distribution, categorical
+from jaxspec.tree_acceptance import lengths, path_to
 
 
 @struct.dataclass
@@ -61,7 +62,7 @@ class TypicalAcceptor(Acceptor):
         distribution: Distribution,
     ) -> Acceptance:
         """Accepts the longest path of typical tokens, and draws the token after it, see `protocol.Acceptor`."""
-        tokens, log_probs, depth = proposal.tokens, distribution.log_probs(logits), keys.shape[1] - 1
+        tokens, log_probs = proposal.tokens, distribution.log_probs(logits)
         # A node is judged by the distribution after its parent.
         parent = jnp.broadcast_to(branches.parent, logits.shape[:2])[:, 1:]
         before = jnp.take_along_axis(log_probs, jnp.maximum(tokens, 0)[:, None], axis=2)
@@ -71,25 +72,16 @@ class TypicalAcceptor(Acceptor):
         # Row 0, the pending token, is always accepted.
         stands = jnp.pad(stands, ((0, 0), (1, 0)), constant_values=True)
         # A path is accepted if every row on it is typical.
-        whole = ~jnp.any(branches.behind & ~stands[:, None], axis=2)
-        length = jnp.where(whole, branches.depth, 0)
+        length = lengths(branches, stands)
         count = jnp.max(length, axis=1)
         likelihood = jnp.where(branches.behind, jnp.pad(drafted, ((0, 0), (1, 0)))[:, None], 0.0).sum(axis=2)
         # Among the longest paths, the most probable one under p.
-        longest = whole & (length == count[:, None])
+        longest = length == count[:, None]
         last = jnp.argmax(jnp.where(longest, likelihood, -jnp.inf), axis=1)
-        # The path of the last accepted row, by depth.
-        places = jnp.arange(depth + 1)
-        behind, depths = (
-            jnp.broadcast_to(of, (len(last), *of.shape[1:])) for of in (branches.behind, branches.depth)
-        )
-        on_path = jnp.take_along_axis(behind, last[:, None, None], axis=1) & (
-            depths[:, None] == places[:, None]
-        )
         here = jnp.take_along_axis(log_probs, last[:, None, None], axis=1)[:, 0]
         # Keys belong to positions; the next token's position follows the accepted ones.
         own = jax.vmap(lambda of_row, number: of_row[number])(keys, count)
-        return Acceptance(count, categorical(own, here), jnp.argmax(on_path, axis=2).astype(jnp.int32))
+        return Acceptance(count, categorical(own, here), path_to(branches, last, keys.shape[1]))
 
     def _least(self, log_probs: jax.Array) -> jax.Array:
         """Returns the threshold on the probability of a typical token, [...], from log-probabilities [..., V]."""

@@ -96,7 +96,7 @@ class Penalties:
         place = jnp.arange(rows)
         depth, before = place[None], (place[:, None] >= place)[None]
         if branches is not None:
-            depth, before = branches.depth, branches.behind[:, :, :rows]
+            depth, before = branches.depth, branches.behind
         # The drafts between the committed tokens and each row's next token, bool[B, R, R − 1].
         on_path = before[:, :, 1:] & (drafts >= 0)[:, None]
         logits = self._penalised(logits, tokens, length, drafts, on_path)

@@ -475,7 +475,7 @@ class Acceptor(abc.ABC):
 
     A subclass is a `flax.struct` dataclass that defines `accept`. Trees are accepted by `tree_acceptance.walk`, or by
     `tree_acceptance.reject` if their tokens were drawn, unless the acceptor has an `accept_tree` with the same
-    signature.
+    signature. Rows of a tree's logits may be NaN; they must not change what is accepted before them.
 
     Class attributes:
       accept_tree: accepts a path of a tree; None for the functions above.

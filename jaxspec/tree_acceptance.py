@@ -36,6 +36,16 @@ def walk(
       What is accepted, with its path.
     """
     held, parent = _held(proposal), branches.parent
+    if distribution.drawing is False:
+        # The most likely tokens need no keys, so all rows are compared at once. A TPU adds a maximum to the head's
+        # product, but not an argmax.
+        every, best = jnp.arange(logits.shape[-1]), jnp.max(logits, axis=-1, keepdims=True)
+        drawn = jnp.min(jnp.where(logits == best, every, every[-1]), axis=-1)
+        before = along(drawn, jnp.broadcast_to(parent, drawn.shape))
+        length = lengths(branches, (held == before) | (jnp.arange(held.shape[1]) == 0))
+        last = jnp.argmax(length, axis=1)
+        token = along(drawn, last[:, None])[:, 0]
+        return Acceptance(jnp.max(length, axis=1), token, path_to(branches, last, keys.shape[1]))
 
     def step(
         number: jax.Array, key: jax.Array, here: jax.Array, at: jax.Array
@@ -125,6 +135,20 @@ def chances(target: jax.Array, tokens: jax.Array, distributions: jax.Array) -> t
     with jax.named_scope(f"trips_{tokens.shape[1]}"):  # for a reader of the compiled program
         rest, chance = jax.lax.scan(step, target, siblings)
     return jnp.moveaxis(chance, 0, 1), rest
+
+
+def lengths(branches: Tree, accepted: jax.Array) -> jax.Array:
+    """Returns the depth of each row, int32[B, R]; −1 unless all rows of the path to it are `accepted`, bool[B, R]."""
+    whole = ~jnp.any(branches.behind & ~accepted[:, None], axis=2)
+    return jnp.where(whole, branches.depth, -1)
+
+
+def path_to(branches: Tree, last: jax.Array, length: int) -> jax.Array:
+    """Returns the rows from the pending token to row `last`, int32[B], then 0, as int32[B, length]."""
+    is_last = jnp.arange(branches.behind.shape[1]) == last[:, None]
+    on_path = jnp.any(branches.behind & is_last[:, :, None], axis=1)[:, None]
+    at_depth = branches.depth[:, None] == jnp.arange(length)[:, None]
+    return jnp.argmax(on_path & at_depth, axis=2).astype(jnp.int32)
 
 
 def _walked(keys: jax.Array, logits: jax.Array, step: Step) -> Acceptance:

@@ -116,7 +116,7 @@ def verify_tree(inputs: Inputs) -> Verified:
     tree = Tree.of(proposal.parents, depth)
 
     def run(width: int, cache: KVCache) -> Verified:
-        drafts, branches = _first(proposal, width - 1), tree.rows(0, width)
+        drafts, branches = _first(proposal, width - 1), tree.first(width)
 
         def accept(acceptor: Acceptor, keys: jax.Array, drafts: Proposal, *given: Any) -> Acceptance:
             # Recursive rejection needs the draft's distribution; without it, only the target's own draws are accepted.
@@ -205,8 +205,9 @@ def _judged(
         if penalties is not None:
             judged = penalties.apply(logits, view.tokens, view.length, drafts.tokens, branches)
         finite = is_finite(judged)
-        # NaN would spread to earlier tokens, because an acceptor may weigh a token by those after it.
-        judged = jnp.where(finite[..., None], judged, 0.0)
+        if branches is None:
+            # NaN would spread to earlier tokens, because an acceptor may weigh a token by those after it.
+            judged = jnp.where(finite[..., None], judged, 0.0)
         return accept(inputs.acceptor, inputs.keys(), drafts, judged, inputs.distribution), finite
 
     def greedy() -> tuple[Acceptance, jax.Array]:

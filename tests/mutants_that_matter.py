@@ -157,7 +157,7 @@ MUTANTS = (
     Mutant(
         "nodes of a tree see the branches beside theirs",
         "model/tree.py",
-        "on_path = jnp.take_along_axis(behind, of_row[:, None], axis=2) & within[:, None]",
+        'on_path = jnp.take_along_axis(behind, of_row[:, None], axis=2, mode="clip") & within[:, None]',
         "on_path = within[:, None] & (of_row[:, None] <= jnp.arange(depth.shape[1])[None, :, None])",
         "trees model",
     ),

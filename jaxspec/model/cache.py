@@ -32,6 +32,7 @@ from jaxspec.model.numerics import (
     KERNELS,
     LANES,
     SUMMED,
+    TPU_ROWS,
     capped,
     filled,
     of_two_rows,
@@ -173,13 +174,20 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
     batch = len(cache.rope_length)
     within = path[:, None, :, None]
 
+    def gathered(slots: jax.Array) -> jax.Array:
+        found: jax.Array = jnp.take_along_axis(slots, within, axis=2, mode="clip")
+        return found
+
     def take(buffer: jax.Array) -> jax.Array:
+        taken: jax.Array
         split = buffer.reshape(batch, -1, *buffer.shape[-2:])
         if cache.merged and batch <= UNROLLED_ROWS:
             # Slice first: to gather from the whole buffer, a TPU would copy all slots.
             size = (1, *split.shape[1:2], rows, split.shape[-1])
             few = [jax.lax.dynamic_slice(split, (row, 0, start[row], 0), size) for row in range(batch)]
-            taken = jnp.take_along_axis(jnp.concatenate(few), within, axis=2, mode="clip")
+            # For a gather, a TPU would keep the whole cache in a layout that its products do not read.
+            selected = functools.partial(summed_along, path=path)
+            taken = jax.lax.platform_dependent(jnp.concatenate(few), tpu=selected, default=gathered)
         else:
             taken = jnp.take_along_axis(split, within + start[:, None, None, None], axis=2, mode="clip")
         return taken.swapaxes(1, 2)
@@ -188,6 +196,12 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
     taken = jax.lax.optimization_barrier(jax.tree.map(take, cache.layers))
     layers = jax.tree.map(lambda buffer, new: _put(buffer, new, start, cache.merged), cache.layers, taken)
     return dataclasses.replace(cache, layers=layers)
+
+
+def summed_along(slots: jax.Array, path: jax.Array) -> jax.Array:
+    """Returns slots [B, KV, R, hd] along a path int32[B, P] as [B, KV, P, hd], without a gather."""
+    here = path[..., None] == jnp.arange(slots.shape[2])
+    return jnp.sum(jnp.where(here[:, None, :, :, None], slots[:, :, None], 0), axis=3, dtype=slots.dtype)
 
 
 @jax.named_scope("attend")
@@ -215,10 +229,12 @@ def attend(
         return _by_positions(queries, layer, positions, window, merged, places, seen, scores)
     num_queries = queries.size // queries.shape[-1]
 
-    def whole(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
+    def whole(
+        queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any, apart: bool = False
+    ) -> jax.Array:
         slot = jnp.arange(layer[0].shape[-2])[None, None]
         mask = visible(positions, slot, window) if seen is None else seen
-        return attend_where(queries, layer, mask, merged, scores)
+        return attend_where(queries, layer, mask, merged, scores, apart)
 
     if slots <= BLOCK or slots % BLOCK:
         return whole(queries, positions, layer, seen)
@@ -253,7 +269,8 @@ def attend(
     def shortest(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
         def read(length: int, queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
             first = tuple(x[..., :length, :] for x in layer)
-            return whole(queries, positions, first, None if seen is None else seen[..., :length])
+            mask = None if seen is None else seen[..., :length]
+            return whole(queries, positions, first, mask, apart=queries.shape[1] > 1)
 
         index = jnp.sum(jnp.max(positions) >= jnp.array(lengths, jnp.int32))
         branches = [functools.partial(read, length) for length in (*lengths, slots)]
@@ -273,10 +290,21 @@ def block_on_accelerator(num_queries: int) -> int:
 
 
 def attend_where(
-    queries: jax.Array, layer: Layer, seen: jax.Array, merged: bool, scores: Scores = Scores()
+    queries: jax.Array,
+    layer: Layer,
+    seen: jax.Array,
+    merged: bool,
+    scores: Scores = Scores(),
+    apart: bool = False,
 ) -> jax.Array:
-    """Attention of queries [B, T, KV, G, hd] over the slots where `seen` bool[B, T, S] → [B, T, KV, G, hd]."""
-    q = _by_key_head(queries, merged)
+    """Attention of queries [B, T, KV, G, hd] over the slots where `seen` bool[B, T, S] → [B, T, KV, G, hd].
+
+    If `apart`, queries that share keys are not adjacent: one product per query head, which reads the keys of its group.
+    """
+    q, (_, length, _, group, _) = _by_key_head(queries, merged), queries.shape
+    if apart:
+        q = q.reshape(*q.shape[:-2], group, length, q.shape[-1])
+        layer = tuple(jnp.broadcast_to(x[..., None, :, :], (*q.shape[:-2], *x.shape[-2:])) for x in layer)
     mixed, total, _ = _partial_softmax(q, layer, seen, scores)
     return _by_query(mixed / total, queries)
 
@@ -306,8 +334,10 @@ def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array, scores: Scores
     rounded = weights.astype(q.dtype)
 
     def by_product(weights: jax.Array, rounded: jax.Array) -> jax.Array:
-        ones = jnp.ones((*q.shape[:-2], values.shape[-2], 1), q.dtype)
-        return _batched_product(rounded, ones, 0)
+        # XLA replaces a product with a single column by a sum, which takes fewer cycles for few rows.
+        columns = TPU_ROWS if q.shape[-2] > LANES else 1
+        ones, precision = jnp.ones((values.shape[-2], columns), q.dtype), precision_of(q.dtype)
+        return jnp.matmul(rounded, ones, precision=precision, preferred_element_type=jnp.float32)[..., :1]
 
     def by_sum(weights: jax.Array, rounded: jax.Array) -> jax.Array:
         return jnp.sum(weights, axis=-1, keepdims=True)
@@ -339,8 +369,9 @@ def _masked_scores(
     for each in largest:
         scored *= _by_slot(each) * (1 / _LEVELS)
     scored = capped(scored, scores.cap)
-    split = scored.reshape(batch, -1, length, slots)
-    by_head = seen if seen.ndim == split.ndim else seen[:, None]
+    # Key heads have an axis of their own: over two axes, a TPU would write the mask once for each head.
+    split = scored.reshape(batch, -1, scored.shape[-2] // length, length, slots)
+    by_head = seen[:, None, None] if seen.ndim == 3 else seen.reshape(split.shape)
     return jnp.where(by_head, split, _MASKED).reshape(scored.shape)
 
 

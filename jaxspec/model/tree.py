@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 
@@ -100,15 +102,19 @@ class Tree:
     @classmethod
     def of(cls, parents: Parents, most: int) -> Tree:
         """Returns the tree of N nodes, each after its parent; `most` is at least its depth."""
-        parent = jnp.pad(as_array(parents) + 1, ((0, 0), (1, 0)))
-        rows = jnp.arange(parent.shape[1])
-        at = jnp.broadcast_to(rows, parent.shape)
-        depth, behind = jnp.zeros_like(parent), at[..., None] == rows
+        # A static tree is computed now, not in each round.
+        static = isinstance(parents, Shape)
+        xp: Any = np if static else jnp
+        step = np.take_along_axis if static else functools.partial(jnp.take_along_axis, mode="clip")
+        parent = xp.pad(as_array(parents) + 1, ((0, 0), (1, 0)))
+        rows = np.arange(parent.shape[1])
+        at = xp.broadcast_to(rows, parent.shape)
+        depth, behind = xp.zeros_like(parent), at[..., None] == rows
         # Each iteration moves one step up from every row at once and marks the ancestor reached.
         for _ in range(most):
-            depth += at > 0
-            at = jnp.take_along_axis(parent, at, axis=1)
-            behind |= at[..., None] == rows
+            depth, at = depth + (at > 0), step(parent, at, axis=1)
+            behind = behind | (at[..., None] == rows)
+        parent, depth, behind = map(jnp.asarray, (parent, depth, behind))
         return cls(parent, depth, behind, depth)
 
     @classmethod
@@ -121,6 +127,11 @@ class Tree:
         """Returns `count` rows of a whole tree; the cache must contain the other rows that these see."""
         cut = slice(begin, begin + count)
         return Tree(self.parent[:, cut], self.depth[:, cut], self.behind[:, cut], self.depths, begin)
+
+    def first(self, count: int) -> Tree:
+        """Returns the first `count` rows of a whole tree as a whole tree."""
+        rows = self.rows(0, count)
+        return dataclasses.replace(rows, behind=rows.behind[:, :, :count], depths=rows.depth)
 
     def positions(self, start: jax.Array) -> jax.Array:
         """Returns the position of each row, int32[B, T]; `start`, int32[B], is the slot of the first."""
@@ -144,7 +155,7 @@ class Tree:
         of_row, within, behind = self._rows_at(start, slots, self.behind)
         before = jnp.arange(slots)[None] < (start - self.begin)[:, None]
         # A row sees all of the committed text, and in the tree its ancestors only.
-        on_path = jnp.take_along_axis(behind, of_row[:, None], axis=2) & within[:, None]
+        on_path = jnp.take_along_axis(behind, of_row[:, None], axis=2, mode="clip") & within[:, None]
         mask = before[:, None] | on_path
         if window is None:
             return mask
@@ -159,11 +170,11 @@ class Tree:
         return jnp.clip(offset, 0, rows - 1), within, jnp.broadcast_to(of, (start.shape[0], *of.shape[1:]))
 
 
-def as_array(parents: Parents) -> jax.Array:
-    """Returns the parents of the nodes, int32[B, N]; [1, N] for a `Shape`."""
-    return jnp.array([parents.parents], jnp.int32) if isinstance(parents, Shape) else parents
+def as_array(parents: Parents) -> Any:
+    """Returns the parents of the nodes, int32[B, N]; for a `Shape` of NumPy, [1, N]."""
+    return np.array([parents.parents], np.int32) if isinstance(parents, Shape) else parents
 
 
 def along(rows: jax.Array, path: jax.Array) -> jax.Array:
     """Returns the entries of rows [B, R, ...] along a path int32[B, P], in its order, [B, P, ...]."""
-    return jax.vmap(functools.partial(jnp.take, axis=0))(rows, path)
+    return jax.vmap(functools.partial(jnp.take, axis=0, mode="clip"))(rows, path)

@@ -111,6 +111,28 @@ def test_each_node_sees_its_own_path_alone(capacity, window, merged):
                 np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+def test_a_path_is_taken_without_a_gather():
+    """As on a TPU; an entry that is not finite and not on the path does not spread."""
+    slots = np.random.default_rng(2).normal(size=(2, 3, 7, 4)).astype(np.float32)
+    slots[0, 1, 5], slots[1, 2, 0] = np.nan, np.inf
+    path = np.array([[0, 2, 4, 6], [1, 1, 3, 6]])
+    found = kv.summed_along(jnp.asarray(slots), jnp.asarray(path))
+    np.testing.assert_array_equal(found, np.take_along_axis(slots, path[:, None, :, None], axis=2))
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_query_heads_apart_attend_as_together(merged):
+    """As on a TPU."""
+    rng = np.random.default_rng(3)
+    batch, rows, kv_heads, group, size, slots = 2, 5, 3, 2, 4, 16
+    queries = jnp.asarray(rng.normal(size=(batch, rows, kv_heads, group, size)), jnp.float32)
+    heads = (batch * kv_heads,) if merged else (batch, kv_heads)
+    layer = tuple(jnp.asarray(rng.normal(size=(*heads, slots, size)), jnp.float32) for _ in range(2))
+    seen = jnp.asarray(rng.random((batch, rows, slots)) < 0.5).at[..., 0].set(True)
+    together, apart = (kv.attend_where(queries, layer, seen, merged, apart) for apart in (False, True))
+    np.testing.assert_allclose(apart, together, atol=1e-6)
+
+
 # The loop
 
 
