@@ -184,8 +184,14 @@ def _recycling(parents: tuple[int, ...], ranks: tuple[int, ...], **changes: Any)
     return Case(lambda config, rule: (made, None), family="token-recycling", has_rule=False, **changes)
 
 
+def narrow(config: LlamaConfig, num_layers: int) -> LlamaConfig:
+    """Returns a narrower model of this many layers, which have the windows of the first layers in turn."""
+    windows = tuple(itertools.islice(itertools.cycle(config.sliding_windows), num_layers))
+    return dataclasses.replace(config, num_layers=num_layers, intermediate_size=20, sliding_windows=windows)
+
+
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    small = dataclasses.replace(config, num_layers=1, intermediate_size=20)
+    small = narrow(config, 1)
     return DraftModel(small, rule, K), params(small)
 
 
@@ -228,7 +234,7 @@ def _thresholds(config: LlamaConfig) -> tuple[float, float]:
 
 
 def _s2d(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    layers = dataclasses.replace(config, num_layers=3, intermediate_size=20)
+    layers = narrow(config, 3)
     return S2D(layers, (1, 2, 3), jnp.float32(_thresholds(config)), rule, K), params(layers)
 
 
@@ -293,13 +299,13 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def eagle_head(config: LlamaConfig, **changes: Any) -> EagleConfig:
     """Returns the config of an EAGLE-1 head of a small target."""
-    block = config.block(intermediate_size=20)
+    block = narrow(config.plain, 1)
     return EagleConfig(block, fc_bias=True, **changes)
 
 
 def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> EagleConfig:
     """Returns the config of an EAGLE-3 head of a small target."""
-    block = config.block(num_layers=num_layers, intermediate_size=20)
+    block = narrow(config.plain, num_layers)
     given: dict[str, Any] = {
         "aux_layers": (0, 1, config.num_layers),
         "head_size": config.vocab_size,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxspec import verification
 from jaxspec.decoding.rows import DecodeState, Emitted, Parts, Stats, is_eos, put_rows
+from jaxspec.model import cache as kv
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Outcome, View, Weights
 from jaxspec.sampling import fold_in, keys_at
@@ -39,6 +40,8 @@ def run_rounds(
     Returns:
       The state and the emitted tokens.
     """
+    if any(state.cache.most):
+        kv.check_rows(parts.drafter.reach)
     state = dataclasses.replace(state, done=state.done | halt)
     batch, width = state.length.shape[0], parts.drafter.num_draft_tokens + 1
     first = state.length

@@ -72,7 +72,8 @@ def choose_layers(
     left_out = []
     for layer, slots in enumerate(cache.layers):
         of, p = config.layer_type(layer), params["layers"][layer]
-        read = functools.partial(_read, slots, positions, of.window, cache.merged, config.scores)
+        places = cache.held(layer, position) if cache.is_ring(layer) else None
+        read = functools.partial(_read, slots, positions, of.window, cache.merged, config.scores, places)
         turns = rope.tables(config, of, positions, cache.rope_length)
         attended, _ = llama.attention_sublayer(config, p["attention"], hidden, turns, read)
         ran = llama.mlp(config, p["mlp"], attended)
@@ -101,6 +102,7 @@ def _read(
     window: int | None,
     merged: bool,
     scores: Scores,
+    places: jax.Array | None,
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
@@ -108,7 +110,7 @@ def _read(
 ) -> tuple[jax.Array, None]:
     """Attends to the slots of a layer without writing keys and values, see `llama.Attend`."""
     del keys, values
-    return kv.attend(queries, slots, positions, window, merged, scores=scores), nothing
+    return kv.attend(queries, slots, positions, window, merged, None, places, scores=scores), nothing
 
 
 @struct.dataclass

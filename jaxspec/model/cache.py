@@ -1,7 +1,14 @@
 """The key/value cache: fixed size, slot = position, no cursor.
 
 The positions alone decide which slots a query sees, so a rollback is free: stale slots are invisible and
-are overwritten later. The memory layout of a layer is private to this file:
+are overwritten later.
+
+A layer with an attention window is a ring of R places if the capacity is larger: place p mod R holds slot p. A write to
+slot p drops slot p − R, and a stale slot p is read as slot p − R. No query sees slot p − R, because a ring has at least
+`SPARE` places more than its window. A pass that writes T rows needs T of them, and as many for the stale slots of the
+pass before. The rest serves texts that continue from a slot before the last (`KVCache.continues`).
+
+The memory layout of a layer is private to this file:
 
 * merged, `[B·KV, S, hd]`: on one device. With `[B, KV, S, hd]` and one row, XLA copies every cache twice
   a step.
@@ -53,6 +60,9 @@ SHORTEST = 2048
 # The most queries of a key/value head for which a product with an int8 cache is `_summed`: XLA reads the cache once for
 # two to four of them, and writes it in 16 bits for a product.
 SUMMED_QUERIES = 8
+# The most tokens of a text that a pass may write to a ring, and the places of a ring beside its window.
+MOST_ROWS = 256
+SPARE = 2 * MOST_ROWS + BLOCK
 # The value of a masked score. It is finite, so that a block without visible slots gives no NaN.
 _MASKED = -1e30
 
@@ -73,16 +83,40 @@ class KVCache:
       layers: the buffers of each of the L layers; the layout is private to this file.
       rope_length: int32[B], the length of each row's prompt. Only dynamic RoPE reads it, see `rope.tables`.
       merged: whether the layout is merged, static.
+      capacity: the slots per row, static.
+      most: the most places of each layer, static; None for the capacity.
     """
 
     layers: list[Layer]
     rope_length: jax.Array
     merged: bool = struct.field(pytree_node=False)
+    capacity: int = struct.field(pytree_node=False)
+    most: tuple[int | None, ...] = struct.field(pytree_node=False)
 
-    @property
-    def capacity(self) -> int:
-        """S, the slots per row."""
-        return self.layers[0][0].shape[-2]
+    def is_ring(self, layer: int) -> bool:
+        """Whether a layer has fewer places than slots."""
+        return self.layers[layer][0].shape[-2] < self.capacity
+
+    def held(self, layer: int, last: jax.Array) -> jax.Array:
+        """Returns the slot that each place of a layer holds, int32[B, S], after a write to slots up to last int32[B].
+
+        For a layer that is no ring the result is [1, S].
+        """
+        size = self.layers[layer][0].shape[-2]
+        place = jnp.arange(size)[None]
+        if not self.is_ring(layer):
+            return place
+        lap = (last - last % size)[:, None]
+        # In the first lap, the places after the last one hold later slots, which no query sees.
+        return place + jnp.where(place <= last[:, None] - lap, lap, jnp.maximum(lap - size, 0))
+
+    def continues(self, length: int, start: int) -> bool:
+        """Whether a text can continue at slot `start` of a row that has held a text of `length` tokens.
+
+        A ring that has dropped slots still holds what the last of its text saw, of `SPARE` − 2 · `MOST_ROWS` tokens.
+        """
+        rings = (most for most in self.most if most is not None)
+        return start >= length - SPARE + 2 * MOST_ROWS or all(length + MOST_ROWS <= most for most in rings)
 
 
 def create(
@@ -91,13 +125,24 @@ def create(
     """Returns an empty cache of `capacity` slots per row."""
     heads = (batch_size * config.held_kv_heads,) if merged else (batch_size, config.held_kv_heads)
 
-    def layer() -> Layer:
-        return tuple(
-            jnp.zeros((*heads, capacity, width), kind) for width, kind in _widths(config, np.dtype(dtype))
-        )
+    def layer(size: int) -> Layer:
+        of = _widths(config, np.dtype(dtype))
+        return tuple(jnp.zeros((*heads, size, width), kind) for width, kind in of)
 
-    layers = [layer() for _ in range(config.num_layers)]
-    return KVCache(layers, jnp.zeros(batch_size, jnp.int32), merged)
+    most = most_places(config)
+    layers = [layer(size) for size in _sizes(most, capacity)]
+    return KVCache(layers, jnp.zeros(batch_size, jnp.int32), merged, capacity, most)
+
+
+def most_places(config: LlamaConfig) -> tuple[int | None, ...]:
+    """Returns the most places of each layer; None for as many as a text has slots."""
+    windows = [None if config.exact else config.window(layer) for layer in range(config.num_layers)]
+    return tuple(None if window is None else -(-(window + SPARE) // BLOCK) * BLOCK for window in windows)
+
+
+def _sizes(most: tuple[int | None, ...], capacity: int) -> list[int]:
+    """Returns the number of places of each layer."""
+    return [capacity if size is None else min(size, capacity) for size in most]
 
 
 def _widths(config: LlamaConfig, dtype: np.dtype) -> list[tuple[int, np.dtype]]:
@@ -110,14 +155,17 @@ def _widths(config: LlamaConfig, dtype: np.dtype) -> list[tuple[int, np.dtype]]:
 def size_bytes(config: LlamaConfig, batch_size: int, capacity: int, dtype: DTypeLike) -> int:
     """Returns the bytes of the layers that `create` would allocate."""
     of_head = sum(width * kind.itemsize for width, kind in _widths(config, np.dtype(dtype)))
-    return of_head * config.num_layers * config.held_kv_heads * batch_size * capacity
+    return of_head * config.held_kv_heads * batch_size * sum(_sizes(most_places(config), capacity))
 
 
 @jax.named_scope("cache")
-def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, merged: bool) -> Layer:
+def write(
+    layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, merged: bool, ring: bool = False
+) -> Layer:
     """Writes keys and values [B, T, KV, hd] to slots start[b] … start[b] + T − 1 of row b.
 
-    The caller guarantees start + T ≤ S: XLA would silently move a slice that reaches past the end.
+    The caller guarantees start + T ≤ S unless the layer is a ring: XLA would silently move a slice that reaches past
+    the end.
 
     If an element of a key or of its value is not finite, the value's element is stored as 0 and the key's as NaN. A
     query that sees the slot then gets NaN through its score. For a query that does not see it, the weight 0 times a
@@ -132,7 +180,7 @@ def write(layer: Layer, keys: jax.Array, values: jax.Array, start: jax.Array, me
     stored: Layer = (keys + nan_or_zero, jnp.where(nan_or_zero == 0, values, 0))
     if len(layer) > 2:
         stored = (*map(_whole, new, stored), *stored)
-    return tuple(_put(buffer, x, start, merged) for buffer, x in zip(layer, stored, strict=True))
+    return tuple(_put(buffer, x, start, merged, ring) for buffer, x in zip(layer, stored, strict=True))
 
 
 def _whole(x: jax.Array, largest: jax.Array) -> jax.Array:
@@ -142,11 +190,14 @@ def _whole(x: jax.Array, largest: jax.Array) -> jax.Array:
     return jnp.where(largest > 0, numbers, 0).astype(jnp.int8)
 
 
-def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> jax.Array:
+def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool, ring: bool) -> jax.Array:
     """Returns the buffer with `new` [B, T, KV, hd] in slots start[b] … start[b] + T − 1 of row b."""
     batch, length, kv_heads, _ = new.shape
     new = new.swapaxes(1, 2)  # [B, KV, T, hd]
-    if merged and batch <= UNROLLED_ROWS:
+    if ring:
+        check_rows(length)
+        start %= buffer.shape[-2]
+    if merged and batch <= UNROLLED_ROWS and (length == 1 or not ring):
         for row in range(batch):
             corner = (row * kv_heads, start[row], 0)
             buffer = jax.lax.dynamic_update_slice(buffer, new[row], corner)
@@ -155,8 +206,18 @@ def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool) -> j
     rows = jnp.arange(batch)[:, None, None]
     heads = jnp.arange(kv_heads)[None, :, None]
     slots = start[:, None, None] + jnp.arange(length)[None, None, :]
+    slots = slots % buffer.shape[-2] if ring else slots
     split = split.at[rows, heads, slots].set(new, mode="drop", unique_indices=True)
     return split.reshape(buffer.shape)
+
+
+def check_rows(count: int) -> None:
+    """Raises ValueError if a pass writes more tokens of a text than a ring has places for."""
+    if count > MOST_ROWS:
+        raise ValueError(
+            f"a pass writes {count} tokens of a text, and a layer with a sliding window takes {MOST_ROWS} at most; "
+            "draft fewer tokens, or a smaller tree"
+        )
 
 
 @jax.named_scope("cache")
@@ -178,10 +239,13 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
         found: jax.Array = jnp.take_along_axis(slots, within, axis=2, mode="clip")
         return found
 
+    def is_ring(buffer: jax.Array) -> bool:
+        return buffer.shape[-2] < cache.capacity
+
     def take(buffer: jax.Array) -> jax.Array:
         taken: jax.Array
         split = buffer.reshape(batch, -1, *buffer.shape[-2:])
-        if cache.merged and batch <= UNROLLED_ROWS:
+        if cache.merged and batch <= UNROLLED_ROWS and not is_ring(buffer):
             # Slice first: to gather from the whole buffer, a TPU would copy all slots.
             size = (1, *split.shape[1:2], rows, split.shape[-1])
             few = [jax.lax.dynamic_slice(split, (row, 0, start[row], 0), size) for row in range(batch)]
@@ -189,13 +253,18 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
             selected = functools.partial(summed_along, path=path)
             taken = jax.lax.platform_dependent(jnp.concatenate(few), tpu=selected, default=gathered)
         else:
-            taken = jnp.take_along_axis(split, within + start[:, None, None, None], axis=2, mode="clip")
+            place = within + start[:, None, None, None]
+            place = place % buffer.shape[-2] if is_ring(buffer) else place
+            taken = jnp.take_along_axis(split, place, axis=2, mode="clip")
         return taken.swapaxes(1, 2)
 
     # The barrier separates reads from writes: XLA copies a buffer that one operation both reads and writes.
     taken = jax.lax.optimization_barrier(jax.tree.map(take, cache.layers))
-    layers = jax.tree.map(lambda buffer, new: _put(buffer, new, start, cache.merged), cache.layers, taken)
-    return dataclasses.replace(cache, layers=layers)
+
+    def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
+        return _put(buffer, new, start, cache.merged, is_ring(buffer))
+
+    return dataclasses.replace(cache, layers=jax.tree.map(put, cache.layers, taken))
 
 
 def summed_along(slots: jax.Array, path: jax.Array) -> jax.Array:
@@ -213,41 +282,46 @@ def attend(
     merged: bool,
     seen: jax.Array | None = None,
     places: jax.Array | None = None,
+    exact: bool = False,
     scores: Scores = Scores(),
 ) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] at positions int32[B, T] over a layer's slots.
 
     A query sees the slots up to its own position, or the latest `window` of them. In a tree, `seen` bool[B, T, S] marks
-    the visible slots instead, and `positions` are the slots of the queries. With `places`, int32[B, S], the position of
-    each slot, the result is exact in the sense of `LlamaConfig.exact`.
+    the visible slots instead, and `positions` are the slots of the queries. `places`, int32[B, S], is the position of
+    each slot, or in a ring the slot in each place; None where it is the number of the place. `exact` is that of
+    `LlamaConfig`, and needs `places`.
 
     Returns:
       [B, T, KV, G, hd].
     """
     slots = layer[0].shape[-2]
-    if places is not None:
+    if exact and places is not None:
         return _by_positions(queries, layer, positions, window, merged, places, seen, scores)
     num_queries = queries.size // queries.shape[-1]
+    # Blocks before the window are left out, except where the order of the places is not that of the positions.
+    skipped = window if seen is None and places is None else None
 
     def whole(
-        queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any, apart: bool = False
+        queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any, places: Any, apart: bool = False
     ) -> jax.Array:
-        slot = jnp.arange(layer[0].shape[-2])[None, None]
-        mask = visible(positions, slot, window) if seen is None else seen
-        return attend_where(queries, layer, mask, merged, scores, apart)
+        if seen is None:
+            slot = jnp.arange(layer[0].shape[-2])[None] if places is None else places
+            seen = visible(positions, slot[:, None], window)
+        return attend_where(queries, layer, seen, merged, scores, apart)
 
     if slots <= BLOCK or slots % BLOCK:
-        return whole(queries, positions, layer, seen)
+        return whole(queries, positions, layer, seen, places)
 
-    def by_blocks(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
-        return _by_blocks(queries, layer, positions, window, merged, BLOCK, scores, seen)
+    blocks = functools.partial(_by_blocks, window=window, merged=merged, scores=scores)
+    by_blocks = functools.partial(blocks, width=BLOCK)
 
-    def by_live_length(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
+    def by_live_length(queries: jax.Array, positions: jax.Array, *others: Any) -> jax.Array:
         # Slicing blocks takes a CPU more than half of the time for few queries, and less for many.
         share = 0.5 if queries.shape[1] <= 4 else 0.75
-        first = _first_block(positions, window if seen is None else None, BLOCK)
+        first = _first_block(positions, skipped, BLOCK)
         mostly_live = jnp.max(positions) + 1 - first * BLOCK > share * slots
-        attended: jax.Array = jax.lax.cond(mostly_live, whole, by_blocks, queries, positions, layer, seen)
+        attended: jax.Array = jax.lax.cond(mostly_live, whole, by_blocks, queries, positions, *others)
         return attended
 
     # The scores of all slots must fit into a processor's cache.
@@ -256,30 +330,32 @@ def attend(
     # only make each layer wait for its predicate; there the capacity bounds the cost.
     width = block_on_accelerator(num_queries)
 
-    def on_accelerator(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
+    def on_accelerator(queries: jax.Array, positions: jax.Array, *others: Any) -> jax.Array:
         # A TPU would write a mask that all heads share once for each head. Compared with the positions of each head,
         # the slots become a part of the product.
         shape = (len(positions), num_queries // positions.size, positions.shape[1])
         by_head = jnp.broadcast_to(positions[:, None], shape)
-        return _by_blocks(queries, layer, by_head, window, merged, width, scores, seen)
+        return blocks(queries, by_head, *others, width=width)
 
     # A TPU decides by itself how many of the first slots it reads; a GPU would wait for its host in each layer.
     lengths = [n for n in (SHORTEST * 4**i for i in range(16)) if n < slots]
 
-    def shortest(queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
-        def read(length: int, queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any) -> jax.Array:
+    def shortest(queries: jax.Array, positions: jax.Array, *others: Any) -> jax.Array:
+        def read(
+            length: int, queries: jax.Array, positions: jax.Array, layer: Layer, *both: Any
+        ) -> jax.Array:
             first = tuple(x[..., :length, :] for x in layer)
-            mask = None if seen is None else seen[..., :length]
-            return whole(queries, positions, first, mask, apart=queries.shape[1] > 1)
+            seen, places = jax.tree.map(lambda x: x[..., :length], both)
+            return whole(queries, positions, first, seen, places, apart=queries.shape[1] > 1)
 
         index = jnp.sum(jnp.max(positions) >= jnp.array(lengths, jnp.int32))
         branches = [functools.partial(read, length) for length in (*lengths, slots)]
-        attended: jax.Array = jax.lax.switch(index, branches, queries, positions, layer, seen)
+        attended: jax.Array = jax.lax.switch(index, branches, queries, positions, *others)
         return attended
 
     default, on_tpu = (on_accelerator, on_accelerator) if width < slots else (whole, shortest)
     attended: jax.Array = jax.lax.platform_dependent(
-        queries, positions, layer, seen, cpu=on_cpu, tpu=on_tpu, default=default
+        queries, positions, layer, seen, places, cpu=on_cpu, tpu=on_tpu, default=default
     )
     return attended
 
@@ -415,17 +491,19 @@ def _summed(contract: int, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _by_blocks(
     queries: jax.Array,
-    layer: Layer,
     positions: jax.Array,
+    layer: Layer,
+    mask: jax.Array | None,
+    places: jax.Array | None,
+    *,
     window: int | None,
     merged: bool,
     width: int,
     scores: Scores,
-    mask: jax.Array | None = None,
 ) -> jax.Array:
     """Attention over the visible slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
 
-    `positions` are int32[B, T], or by head int32[B, KV·G, T].
+    `positions` are int32[B, T], or by head int32[B, KV·G, T]; `mask` is `seen` of `attend`.
 
     The cost follows the live length, or the window, not the capacity. A block without visible slots adds exactly 0 to a
     row. The longest row of a batch decides between this and one product over all slots, so it can change the last bits
@@ -439,11 +517,14 @@ def _by_blocks(
         # The last block may begin earlier; its first slots are then those of the block before.
         begin = first if slots % width == 0 else jnp.minimum(first, slots - width)
         block = tuple(jax.lax.dynamic_slice_in_dim(x, begin, width, q.ndim - 2) for x in layer)
-        place = begin + jnp.arange(width)[None, None]
-        if mask is None:
-            seen = visible(positions, place, window)
-        else:
+        slot = place = begin + jnp.arange(width)[None, None]
+        if mask is not None:
             seen = jax.lax.dynamic_slice_in_dim(mask, begin, width, 2)
+        else:
+            if places is not None:
+                slot = jax.lax.dynamic_slice_in_dim(places, begin, width, 1)
+                slot = jnp.expand_dims(slot, tuple(range(1, positions.ndim)))
+            seen = visible(positions, slot, window)
         if slots % width:
             seen &= place >= first
         new_mixed, new_total, new_top = _partial_softmax(q, block, seen, scores)
@@ -452,7 +533,9 @@ def _by_blocks(
         old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
         return mixed * old + new_mixed * new, total * old + new_total * new, highest
 
-    return _by_query(_over_blocks(q, positions, None if mask is not None else window, width, add), queries)
+    skipped = window if mask is None and places is None else None
+    live = positions if places is None else jnp.minimum(positions, slots - 1)
+    return _by_query(_over_blocks(q, live, skipped, width, add), queries)
 
 
 def _over_blocks(
@@ -536,12 +619,14 @@ def _lanes(count: int) -> int:
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
     """Returns the same cache with `capacity` slots per row; the new ones are empty."""
-    extra = capacity - cache.capacity
 
-    def pad(buffer: jax.Array) -> jax.Array:
+    def pad(size: int, buffer: jax.Array) -> jax.Array:
+        extra = size - buffer.shape[-2]  # a layer that grows has not been a ring, so slots keep their places
         return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, extra), (0, 0)])
 
-    return dataclasses.replace(cache, layers=jax.tree.map(pad, cache.layers))
+    sizes = zip(_sizes(cache.most, capacity), cache.layers, strict=True)
+    layers = [jax.tree.map(functools.partial(pad, size), layer) for size, layer in sizes]
+    return dataclasses.replace(cache, layers=layers, capacity=capacity)
 
 
 def resize(cache: KVCache, batch: int) -> KVCache:
@@ -586,4 +671,5 @@ def take(cache: KVCache, row: jax.Array, slots: int) -> KVCache:
         cache,
         layers=jax.tree.map(cut, cache.layers),
         rope_length=jax.lax.dynamic_slice_in_dim(cache.rope_length, row, 1),
+        capacity=slots,
     )

@@ -100,7 +100,8 @@ class LlamaConfig:
       kv_copies: copies of each key/value head in parameters and cache, adjacent, each for an equal part of its query
         heads, so that a mesh can use more than KV devices (`model.sharding`). Not stored in files.
       exact: whether the numbers of a row do not depend, to the last bit, on the other rows of a pass, their number, the
-        capacity of the cache or the slots of a tree, on a CPU. Not stored in files.
+        capacity of the cache or the slots of a tree, on a CPU. Layers with a window then keep the whole text in the
+        cache. Not stored in files.
       max_model_len: the maximum number of tokens of prompt and output together, if it is less than the model's context.
         Not stored in files.
       kv_cache_dtype: dtype of keys and values in the cache: auto, that of the weights, or int8, with a scale for each

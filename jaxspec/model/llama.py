@@ -353,22 +353,24 @@ def _added(
 class Cached:
     """An attention of tokens at slots int32[B, T], start[b] + t, that writes a layer's cache, then reads it.
 
-    `seen`, `places` and `scores` are as in `cache.attend`.
+    `ring` is as in `cache.write`, the others are as in `cache.attend`.
     """
 
     start: jax.Array
     slots: jax.Array
     window: int | None
     merged: bool
+    ring: bool = False
     seen: jax.Array | None = None
     places: jax.Array | None = None
+    exact: bool = False
     scores: Scores = Scores()
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: kv.Layer
     ) -> tuple[jax.Array, kv.Layer]:
-        layer_cache = kv.write(layer_cache, k, v, self.start, self.merged)
-        how = self.window, self.merged, self.seen, self.places, self.scores
+        layer_cache = kv.write(layer_cache, k, v, self.start, self.merged, self.ring)
+        how = self.window, self.merged, self.seen, self.places, self.exact, self.scores
         return kv.attend(q, layer_cache, self.slots, *how), layer_cache
 
     def has_kernel(self, qkv: jax.Array, turns: rope.Tables, layer_cache: kv.Layer) -> bool:
@@ -391,6 +393,33 @@ class Cached:
         emulated = INTERPRETED in KERNELS.value
         tables: Any = turns[:2]
         return gpu_kernels.attention(qkv, tables, self.start, layer_cache, self.window, emulated)
+
+
+def cached(
+    config: LlamaConfig, cache: KVCache, layers: range, start: jax.Array, count: int, tree: Tree | None
+) -> tuple[jax.Array, dict[int | None, Attend]]:
+    """Returns the attention over `count` tokens at slots start[b] + t, which writes a layer's cache, then reads it.
+
+    Args:
+      config, cache, layers, start, tree: as in `run_layers`.
+      count: T, static.
+
+    Returns:
+      The positions of the tokens, int32[B, T], and the attention of the layers with each window.
+    """
+    slots = start[:, None] + jnp.arange(count)[None, :]
+
+    def of_layer(layer: int) -> Attend:
+        window, ring, exact = config.window(layer), cache.is_ring(layer), config.exact
+        held = cache.held(layer, slots[:, -1])
+        seen = None if tree is None else tree.visible(start, held, window)
+        places = tree.places(start, held) if exact and tree is not None else held if exact or ring else None
+        return Cached(start, slots, window, cache.merged, ring, seen, places, exact, config.scores)
+
+    # Layers with equal windows have as many places, and share a mask.
+    first = {config.window(layer): layer for layer in reversed(layers)}
+    positions = slots if tree is None else tree.positions(start)
+    return positions, {window: of_layer(layer) for window, layer in first.items()}
 
 
 def run_layers(
@@ -425,14 +454,7 @@ def run_layers(
       hidden [B, T, D] before the final norm, and the cache with these positions written.
     """
     layers = range(config.num_layers) if layers is None else layers
-    slots = positions = start[:, None] + jnp.arange(hidden.shape[1])[None, :]
-    seen: dict[int | None, jax.Array] = {}
-    places = jnp.arange(cache.capacity)[None] if config.exact else None
-    if tree is not None:
-        positions = tree.positions(start)
-        windows = {config.window(layer) for layer in layers}
-        seen = {window: tree.visible(start, cache.capacity, window) for window in windows}
-        places = tree.places(start, cache.capacity) if config.exact else None
+    positions, attentions = cached(config, cache, layers, start, hidden.shape[1], tree)
     types = {layer: config.layer_type(layer) for layer in layers}
     # In the order of the layers, so that each process traces the same program.
     turns = {
@@ -440,10 +462,9 @@ def run_layers(
     }
     written = list(cache.layers)
     for layer in layers:
-        p = params["layers"][layer]
+        p, attend = params["layers"][layer], attentions[config.window(layer)]
         run_attention, run_mlp = (True, True) if plan is None else plan[layer]
-        of, window = turns[types[layer]], types[layer].window
-        attend = Cached(start, slots, window, cache.merged, seen.get(window), places, config.scores)
+        of = turns[types[layer]]
 
         def attend_in(
             carry: tuple[jax.Array, kv.Layer], p: Params = p, of: rope.Tables = of, attend: Attend = attend

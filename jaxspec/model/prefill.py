@@ -129,13 +129,14 @@ def feed(
     # A head reads each hidden state together with the token after it.
     following = jnp.roll(tokens, -1, axis=1) if aux_layers else tokens
 
-    # A chunk must not reach past the last slot. It then begins earlier, and feeds some tokens again.
-    last_begin = tokens.shape[1] - chunk_size
+    # A chunk must not reach past the last slot. It then begins earlier, and feeds some tokens again. In a row whose
+    # prompt has ended it must not reach far behind the prompt, because a ring would drop slots for padding.
+    last_begin = jnp.minimum(length, tokens.shape[1] - chunk_size)
 
     def feed_piece(carry: tuple[jax.Array, Prefilling]) -> tuple[jax.Array, Prefilling]:
         index, state = carry
         new = jnp.full(batch, index * chunk_size, jnp.int32) + (0 if start is None else start)
-        begin = new if start is None and tokens.shape[1] % chunk_size == 0 else jnp.minimum(new, last_begin)
+        begin = jnp.minimum(new, last_begin)
         columns = begin[:, None] + jnp.arange(chunk_size)
         fed = jnp.take_along_axis(tokens, columns, axis=1)
         cosines: list[jax.Array] = []

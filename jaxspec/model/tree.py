@@ -137,23 +137,23 @@ class Tree:
         """Returns the position of each row, int32[B, T]; `start`, int32[B], is the slot of the first."""
         return start[:, None] - self.begin + self.depth
 
-    def places(self, start: jax.Array, slots: int) -> jax.Array:
-        """Returns the position of each cache slot, int32[B, slots]; `start` and `slots` are as in `visible`."""
+    def places(self, start: jax.Array, slots: jax.Array) -> jax.Array:
+        """Returns the position of each cache slot, int32[B, S]; `start` and `slots` are as in `visible`."""
         of_row, within, depths = self._rows_at(start, slots, self.depths)
         return jnp.where(
-            within, (start - self.begin)[:, None] + jnp.take_along_axis(depths, of_row, 1), jnp.arange(slots)
+            within, (start - self.begin)[:, None] + jnp.take_along_axis(depths, of_row, 1), slots
         )
 
-    def visible(self, start: jax.Array, slots: int, window: int | None) -> jax.Array:
-        """Returns the mask of the cache slots that each row sees, bool[B, T, slots].
+    def visible(self, start: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
+        """Returns the mask of the cache slots that each row sees, bool[B, T, S].
 
         Args:
           start: int32[B], the slot of the first row.
-          slots: the cache's capacity.
+          slots: int32[B, S] or [1, S], the slots of a layer, see `KVCache.held`.
           window: the attention window in positions, None for all.
         """
         of_row, within, behind = self._rows_at(start, slots, self.behind)
-        before = jnp.arange(slots)[None] < (start - self.begin)[:, None]
+        before = slots < (start - self.begin)[:, None]
         # A row sees all of the committed text, and in the tree its ancestors only.
         on_path = jnp.take_along_axis(behind, of_row[:, None], axis=2, mode="clip") & within[:, None]
         mask = before[:, None] | on_path
@@ -162,10 +162,12 @@ class Tree:
         # A window counts positions, and the position of a tree's row follows its depth, not its slot.
         return mask & (self.positions(start)[:, :, None] - self.places(start, slots)[:, None] < window)
 
-    def _rows_at(self, start: jax.Array, slots: int, of: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the row of the tree in each slot and whether it has one, [B, slots], and `of` for all B rows."""
+    def _rows_at(
+        self, start: jax.Array, slots: jax.Array, of: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the row of the tree in each slot and whether it has one, [B, S], and `of` for all B rows."""
         rows = self.depths.shape[1]
-        offset = jnp.arange(slots)[None] - (start - self.begin)[:, None]
+        offset = slots - (start - self.begin)[:, None]
         within = (offset >= 0) & (offset < rows)
         return jnp.clip(offset, 0, rows - 1), within, jnp.broadcast_to(of, (start.shape[0], *of.shape[1:]))
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxspec.decoding import Caches
+from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import fetched
 from jaxspec.protocol import Drafter, kinds_of
@@ -95,7 +96,10 @@ class Prefix:
         limit = config.rope_limit
         if limit is not None and max(len(prompt), len(self.tokens)) > limit:
             return 0  # rotations depend on the length of the prompt, for each text another one
-        return max(num_common(prompt, self.tokens) - 1, 0)
+        start, held = max(num_common(prompt, self.tokens) - 1, 0), len(self.tokens) - 1
+        caches = jax.tree.leaves(self.caches, is_leaf=lambda node: isinstance(node, KVCache))
+        continues = all(node.continues(held, start) for node in caches if isinstance(node, KVCache))
+        return start if continues else 0  # a layer with a window may have dropped what the next token sees
 
 
 class PrefixStore:

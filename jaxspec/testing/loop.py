@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted, Parts, Request
+from jaxspec.model import cache as kv
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import View, Weights
@@ -139,7 +140,15 @@ def log_probs(prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
 
 
 def committed(cache: KVCache, row: int, length: int) -> list[np.ndarray]:
-    """Returns a copy of a row's keys and values at its first `length` positions, in either layout of the cache."""
-    # Copies, because a later program may write into the same buffer.
-    arrays = [np.array(array) for array in jax.tree.leaves(cache.layers)]
-    return [a.reshape(len(cache.rope_length), -1, *a.shape[-2:])[row, :, :length] for a in arrays]
+    """Returns a copy of a row's keys and values at its first `length` positions, in either layout of the cache.
+
+    From a layer with a window, they are those that the next token sees.
+    """
+    found = []
+    for layer, most in zip(cache.layers, cache.most, strict=True):
+        seen = range(0 if most is None else max(0, length - most + kv.SPARE), length)
+        # Copies, because a later program may write into the same buffer.
+        for array in map(np.array, layer):
+            split = array.reshape(len(cache.rope_length), -1, *array.shape[-2:])
+            found.append(split[row, :, np.array(seen, int) % split.shape[2]])
+    return found

@@ -29,6 +29,7 @@ from jaxspec.drafting.s2d_drafter import S2D
 from jaxspec.drafting.tree_drafter import Dynamic
 from jaxspec.heads.kangaroo.drafter import Kangaroo
 from jaxspec.heads.kangaroo.network import KangarooConfig
+from jaxspec.model import cache as kv
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, Sampling
@@ -406,6 +407,35 @@ def test_rows_take_the_places_of_others(combination):
     if mixes:
         combination = dataclasses.replace(combination, acceptor="greedy")
     contracts.check_refill(tiny.loop(combination), statistics=not mixes)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(one.drafter, marks=[] if one.drafter == "eagle-tree" else [pytest.mark.full])
+        for one in tiny.ordinary()
+        if one in FORMS or one.drafter in ("eagle-tree", "draft-model-pairs", "uno-tree")
+    ],
+)
+def test_layers_with_a_window_keep_their_window(monkeypatch, drafter):
+    """The texts go several times round the rings, which are as small as possible; one ring begins as a whole cache."""
+    config = tiny.config_of(drafter)
+    windows = tuple(itertools.islice(itertools.cycle((2, 12, None)), config.num_layers))
+    rule = "constant" if tiny.DRAFTERS[drafter].has_rule else "-"
+    # The norm makes it another config than that of tests with the usual rings, whose programs have other shapes.
+    config = dataclasses.replace(config, sliding_windows=windows, rms_norm_eps=1.1e-5)
+    loop = tiny.loop(tiny.Combination(drafter, rule, "greedy"), config=config)
+    spare = max(8, loop.parts.drafter.reach)  # a chunk of a prompt has 8 tokens
+    monkeypatch.setattr(kv, "MOST_ROWS", spare)
+    monkeypatch.setattr(kv, "SPARE", spare)
+    monkeypatch.setattr(
+        kv,
+        "most_places",
+        lambda config: tuple(w and w + spare for w in map(config.window, range(config.num_layers))),
+    )
+    contracts.check_loan(loop)
+    contracts.check_greedy_text(loop)
+    contracts.check_refill(loop, statistics=not loop.parts.drafter.mixes_rows)
 
 
 @pytest.mark.parametrize("rows", [PROMPTS, ((1, 3, 1), (2,))])

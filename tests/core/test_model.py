@@ -88,6 +88,8 @@ CONFIGS = {
             long_factors=(1.5, 3.0, 4.0),
         ),
     ),
+    # Its cache keeps the windows only, see `rings`.
+    "rings": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(2, 5)),
 }
 LENGTHS = (13, 1, 9)
 
@@ -124,11 +126,14 @@ def test_whole_rows_at_once(name):
         np.testing.assert_allclose(np.asarray(logits)[row], expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.representatives("grouped", "qwen3", "llama3", "sliding", "gemma", "olmo")
+@pytest.mark.representatives("grouped", "qwen3", "llama3", "rings", "gemma", "olmo")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_prefill_in_pieces_then_token_by_token(name):
+def test_prefill_in_pieces_then_token_by_token(monkeypatch, name):
     """Ragged prompts are prefilled in chunks, then every row continues from its own length."""
     config, params, texts = CONFIGS[name], _params(name), _texts()
+    if name == "rings":  # as small as possible for chunks of 4 tokens
+        monkeypatch.setattr(kv, "MOST_ROWS", 4)
+        monkeypatch.setattr(kv, "most_places", lambda config: tuple(w + 4 for w in config.sliding_windows))
     length = np.asarray(LENGTHS, np.int32)
 
     @jit
@@ -405,6 +410,44 @@ def test_a_step_on_a_tpu_reads_as_many_slots_as_its_texts_have(monkeypatch, tree
             )
             found = kv.attend(queries, given, positions, None, True, seen if tree else None)
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.representatives("cpu-True", "tpu-False")
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+def test_attention_over_a_ring_is_that_over_all_slots(monkeypatch, platform, blocks):
+    """Rows in their first lap and in later ones. Stale slots are not numbers: they must not be seen."""
+
+    def chosen(*given, default, **others):
+        return others.get(platform, default)(*given)
+
+    slots, size, window, length, rng = 12 * kv.BLOCK, 3 * kv.BLOCK, 300, 9, np.random.default_rng(3)
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    if blocks:
+        monkeypatch.setattr(kv, "MOST_SCORES", 0)
+        monkeypatch.setattr(kv, "SCORES_AT_ONCE", 2 * kv.BLOCK * 2 * length * 6)
+    monkeypatch.setattr(kv, "SHORTEST", 64)
+    config = dataclasses.replace(BASE, sliding_windows=(window, None))
+    monkeypatch.setattr(kv, "most_places", lambda config: (size, None))
+    cache = kv.create(config, 2, slots, jnp.float32)
+    layers = [jnp.asarray(rng.standard_normal((2, slots, 2, 6)), jnp.float32) for _ in range(2)]
+    merged = [layer.swapaxes(1, 2).reshape(4, slots, 6) for layer in layers]
+    queries = jnp.asarray(rng.standard_normal((2, length, 2, 3, 6)), jnp.float32)
+    for ends in ((9, 20), (100, size), (size + 1, 1000), (slots, 2 * size)):
+        positions = jnp.array(ends)[:, None] - length + jnp.arange(length)
+        held = cache.held(0, positions[:, -1])
+        place = jnp.where(held < jnp.array(ends)[:, None], held, 0)
+        rows = jnp.where((held < jnp.array(ends)[:, None])[..., None, None], 0.0, jnp.nan)
+        ring = [
+            (jnp.take_along_axis(layer, place[..., None, None], axis=1) + rows)
+            .swapaxes(1, 2)
+            .reshape(4, size, 6)
+            for layer in layers
+        ]
+        ring[1] = jnp.nan_to_num(ring[1])
+        found = kv.attend(queries, tuple(ring), positions, window, True, None, held)
+        seen = kv.visible(positions, jnp.arange(slots)[None, None], window)
+        np.testing.assert_allclose(found, kv.attend_where(queries, tuple(merged), seen, True), atol=1e-5)
 
 
 def test_prompts_of_a_capacity_that_is_no_multiple_of_a_chunk():

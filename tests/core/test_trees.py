@@ -76,16 +76,18 @@ def test_a_shape_that_is_no_tree_is_refused(parents, ranks, line):
         Shape(parents, ranks)
 
 
-@pytest.mark.representatives("3-32-True", "3-256-False")
+@pytest.mark.representatives("3-32-True", "3-256-False", "3-512-True")
 @pytest.mark.parametrize(
-    ("window", "capacity", "merged"), [(None, 256, True), (3, 256, False), (3, 32, True)]
+    ("window", "capacity", "merged"), [(None, 256, True), (3, 256, False), (3, 32, True), (3, 512, True)]
 )
-def test_each_node_sees_its_own_path_alone(capacity, window, merged):
-    """The hidden states equal those of each path run alone, also with blocked attention."""
+def test_each_node_sees_its_own_path_alone(monkeypatch, capacity, window, merged):
+    """The hidden states equal those of each path run alone, also with blocked attention and in a ring of 256 places."""
     config = dataclasses.replace(tiny.TARGET, sliding_windows=None if window is None else (window, None))
     rng = np.random.default_rng(1)
-    # A row far from the next block, and one that crosses into it.
-    starts = [4, 9] if capacity == 32 else [20, 125]
+    # A row far from the next block, and one that crosses into it, or to the first place of a ring.
+    starts = {32: [4, 9], 256: [20, 125], 512: [140, 253]}[capacity]
+    monkeypatch.setattr(kv, "most_places", lambda config: (window and 256, None))
+    monkeypatch.setattr(kv, "SPARE", 253)
     parents = [random_parents(rng, NODES, DEPTH) for _ in starts]
     texts = rng.integers(0, V, (2, capacity))
     drafts = rng.integers(0, V, (2, NODES + 1))

@@ -44,12 +44,12 @@ def test_a_model_fits_or_is_refused(monkeypatch):
     memory.check_fits(dataclasses.replace(many, batch_size=2**20), 2**20)
 
 
-def refused(free, capacity, grown_from=0, bits=None, batch=1, kv_cache_dtype="auto"):
+def refused(free, capacity, grown_from=0, bits=None, batch=1, kv_cache_dtype="auto", config=LLAMA_8B):
     """Returns the refusal of caches of an 8b on a chip with this many GiB beside the weights; "" if they fit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_bytes", lambda device: int(free * GIB))
         try:
-            config = dataclasses.replace(LLAMA_8B, kv_cache_dtype=kv_cache_dtype)
+            config = dataclasses.replace(config, kv_cache_dtype=kv_cache_dtype)
             texts = memory.Texts(config, jnp.bfloat16, batch, CHIP, bits, reach=1)
             memory.check_cache_fits(texts, capacity, grown_from)
         except ValueError as error:
@@ -106,6 +106,20 @@ def test_a_cache_has_the_bytes_that_are_counted():
         layers = jax.eval_shape(lambda: cache.create(config, 2, 512, jnp.bfloat16)).layers  # noqa: B023
         assert memory.size_bytes(layers) == cache.size_bytes(config, 2, 512, jnp.bfloat16)
         assert cache.size_bytes(config, 2, 512, jnp.bfloat16) == 2 * 2 * 512 * 32 * 8 * size
+
+
+def test_a_layer_with_a_window_needs_memory_for_its_window():
+    """Of 32 layers, five of six see 1,024 positions, and have 1,664 places."""
+    config = dataclasses.replace(
+        LLAMA_8B, sliding_windows=tuple(None if i % 6 == 5 else 1024 for i in range(32))
+    )
+    slot = 2 * 8 * 128 * 2
+    assert cache.size_bytes(config, 3, 131072, jnp.bfloat16) == 3 * slot * (5 * 131072 + 27 * 1664)
+    assert cache.size_bytes(config, 3, 1024, jnp.bfloat16) == 3 * slot * 32 * 1024
+    line = refused(2.0, 131072, 65536, config=config)
+    slots = int(re.search(r"--max-model-len (\d+)", line)[1]) + 1
+    assert refused(2.0, slots, buckets.before(slots, "tpu"), config=config) == ""
+    assert refused(2.0, slots + 128, buckets.before(slots + 128, "tpu"), config=config) != ""
 
 
 def test_a_refusal_names_nothing_that_would_not_fit(monkeypatch):

@@ -175,6 +175,29 @@ def test_another_method_uses_the_caches_of_the_target():
         assert result.tokens == lm.generate(PROMPTS[0], method="autoregressive", **OPTIONS).tokens
 
 
+@pytest.mark.full
+@pytest.mark.representatives("ngram")
+@pytest.mark.parametrize("name", ["ngram", "eagle3", "draft-model"])
+def test_a_text_continues_where_its_layers_with_a_window_hold_the_window(monkeypatch, name):
+    """Rings of 71 places keep all of a text of 34 tokens, and of a longer one the end."""
+    monkeypatch.setattr(kv, "MOST_ROWS", 32)
+    monkeypatch.setattr(kv, "SPARE", 68)
+    monkeypatch.setattr(
+        kv,
+        "most_places",
+        lambda config: tuple(w and w + 68 for w in map(config.window, range(config.num_layers))),
+    )
+    config = dataclasses.replace(tiny.TARGET, sliding_windows=(3, None), rms_norm_eps=1.1e-5)
+    method, long = tiny.drafter_of(name, config=config), SYSTEM * 8
+    lm, plain, tokens, reused = model(config), model(config, None), [], []
+    for beginning, end in ((long, []), (long, [3, 5]), (long, [7, 7]), (SYSTEM, [1, 2]), (SYSTEM, [2, 2])):
+        prompt = [*beginning, *(tokens if end == [3, 5] else []), *end]
+        result, fresh = (one.generate(prompt, method=method, **OPTIONS) for one in (lm, plain))
+        check_equal(name, [result], [fresh])
+        tokens, reused = fresh.tokens, [*reused, result.statistics.num_reused_tokens]
+    assert reused == [0, 171, 0, 0, 19]
+
+
 def test_a_warm_model_compiles_nothing_for_the_first_texts():
     lm = model()
     lm.warm_up(batch_sizes=(1,), max_tokens=64, method="ngram", ignore_eos=True, logprobs=True)

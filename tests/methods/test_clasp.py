@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -107,13 +108,18 @@ def chosen(config: LlamaConfig, weights: Any, num_skipped: int) -> list[list[boo
     tokens = np.zeros((len(TEXTS), 8), np.int32)
     for row, text in enumerate(TEXTS):
         tokens[row, : len(text)] = text
-    cache = kv.create(config, len(TEXTS), 16, jnp.float32)
-    start = jnp.zeros(len(TEXTS), jnp.int32)
     aux_layers = tuple(range(config.num_layers + 1))
-    hidden = llama.embed(config, weights, jnp.asarray(tokens))
-    _, aux_hidden_states, cache = llama.run_with_aux(config, weights, hidden, start, cache, aux_layers)
-    assert aux_hidden_states is not None
-    last = aux_hidden_states.reshape(*tokens.shape, len(aux_layers), -1)[np.arange(len(TEXTS)), length - 1]
+    step = jax.jit(functools.partial(llama.run_with_aux, config, aux_layers=aux_layers))
+    with pytest.MonkeyPatch.context() as patch:  # layers with a window keep their window and one slot more
+        sizes = tuple(window and window + 1 for window in config.sliding_windows)
+        patch.setattr(kv, "most_places", lambda config: sizes)
+        cache = kv.create(config, len(TEXTS), 16, jnp.float32)
+    found = []
+    for place in range(tokens.shape[1]):
+        hidden = llama.embed(config, weights, jnp.asarray(tokens[:, place : place + 1]))
+        _, aux_hidden_states, cache = step(weights, hidden, jnp.minimum(place, length), cache)
+        found.append(np.asarray(aux_hidden_states).reshape(len(TEXTS), len(aux_layers), -1))
+    last = np.stack(found, axis=1)[np.arange(len(TEXTS)), length - 1]
     plans = choose_layers(config, weights, last, jnp.asarray(length - 1, jnp.int32), cache, num_skipped)
     assert (plans[..., 0] == plans[..., 1]).all()
     return plans[..., 0].tolist()

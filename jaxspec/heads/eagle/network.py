@@ -154,13 +154,9 @@ def run(
       The hidden states [B, T, D] for `logits` and `fed_back`, and the cache with these pairs.
     """
     block = head.block
-    slots = positions = start[:, None] + jnp.arange(aux_hidden_state.shape[1])
-    mask = None
-    if tree is not None:
-        positions = tree.positions(start)
-        mask = tree.visible(start, cache.capacity, block.window(0))
+    positions, attentions = llama.cached(block, cache, range(1), start, aux_hidden_state.shape[1], tree)
     turns = rope.tables(block, block.layer_type(0), positions, cache.rope_length)
-    attend = llama.Cached(start, slots, block.window(0), cache.merged, mask)
+    attend = attentions[block.window(0)]
     hidden, layer = run_first(head, params, embedded, aux_hidden_state, turns, attend, cache.layers[0])
     cache = dataclasses.replace(cache, layers=[layer, *cache.layers[1:]])
     rest = range(1, block.num_layers)

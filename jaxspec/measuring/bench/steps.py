@@ -290,7 +290,9 @@ class LookupSteps(Loop):
         def search(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
             def one(at: jax.Array, tokens: jax.Array) -> jax.Array:
                 length = jnp.full(1, live - ROUNDS, jnp.int32) + at
-                view = View(tokens, length, KVCache([], length, True), jnp.full(1, capacity, jnp.int32))
+                view = View(
+                    tokens, length, KVCache([], length, True, capacity, ()), jnp.full(1, capacity, jnp.int32)
+                )
                 proposal, _ = drafter.look_up(keys, view)
                 # Writing the result into the text prevents the compiler from removing a lookup.
                 return tokens.at[:, 0].set(proposal.tokens[:, 0] + proposal.count)
