@@ -96,10 +96,17 @@ class Prefix:
         limit = config.rope_limit
         if limit is not None and max(len(prompt), len(self.tokens)) > limit:
             return 0  # rotations depend on the length of the prompt, for each text another one
-        start, held = max(num_common(prompt, self.tokens) - 1, 0), len(self.tokens) - 1
+        return max(self.shared(prompt) - 1, 0)
+
+    def shared(self, tokens: Sequence[int] | np.ndarray) -> int:
+        """Returns with how many tokens of this text another one begins; 0 if it cannot continue after them.
+
+        A layer with a window may have dropped what the next token sees.
+        """
+        common, held = num_common(tokens, self.tokens), len(self.tokens) - 1
         caches = jax.tree.leaves(self.caches, is_leaf=lambda node: isinstance(node, KVCache))
-        continues = all(node.continues(held, start) for node in caches if isinstance(node, KVCache))
-        return start if continues else 0  # a layer with a window may have dropped what the next token sees
+        continue_ = (node.continues(held, common - 1) for node in caches if isinstance(node, KVCache))
+        return common if all(continue_) else 0
 
 
 class PrefixStore:
@@ -162,11 +169,7 @@ class PrefixStore:
     def wants(self, tokens: Sequence[int] | np.ndarray, owner: Owner | None, num_bytes: int) -> bool:
         """Returns whether a text has enough tokens that are not kept, and its caches, of `num_bytes`, may be kept."""
         with self._lock:
-            kept = [
-                num_common(tokens, one.tokens)
-                for one in self._prefixes
-                if owner is None or one.owner == owner
-            ]
+            kept = [one.shared(tokens) for one in self._prefixes if owner is None or one.owner == owner]
         return num_bytes <= self.max_bytes and len(tokens) - 1 - max(kept, default=0) >= self.min_tokens
 
     def add(self, prefix: Prefix) -> None:
@@ -176,8 +179,7 @@ class PrefixStore:
                 one
                 for one in self._prefixes
                 if not (
-                    one.owner in (None, prefix.owner)
-                    and num_common(one.tokens, prefix.tokens) >= len(one.tokens) - 1
+                    one.owner in (None, prefix.owner) and prefix.shared(one.tokens) >= len(one.tokens) - 1
                 )
             ]
             self._prefixes.append(dataclasses.replace(prefix, kept=True))

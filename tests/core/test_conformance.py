@@ -7,6 +7,7 @@ drafters, and the product with every rule and acceptor.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import decoding
 from jaxspec.acceptance import BlockAcceptor, RejectionAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.asd_drafter import ASD
@@ -409,14 +411,9 @@ def test_rows_take_the_places_of_others(combination):
     contracts.check_refill(tiny.loop(combination), statistics=not mixes)
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        pytest.param(one.drafter, marks=[] if one.drafter == "eagle-tree" else [pytest.mark.full])
-        for one in tiny.ordinary()
-        if one in FORMS or one.drafter in ("eagle-tree", "draft-model-pairs", "uno-tree")
-    ],
-)
+@pytest.mark.full
+@pytest.mark.representatives("ngram", "token-recycling", "draft-model", "layerskip", "eagle-tree")
+@pytest.mark.parametrize("drafter", tiny.DRAFTERS)
 def test_layers_with_a_window_keep_their_window(monkeypatch, drafter):
     """The texts go several times round the rings, which are as small as possible; one ring begins as a whole cache."""
     config = tiny.config_of(drafter)
@@ -436,6 +433,24 @@ def test_layers_with_a_window_keep_their_window(monkeypatch, drafter):
     contracts.check_loan(loop)
     contracts.check_greedy_text(loop)
     contracts.check_refill(loop, statistics=not loop.parts.drafter.mixes_rows)
+
+
+@pytest.mark.parametrize(("windows", "refused"), [((3, None), True), ((), False)])
+def test_a_draft_longer_than_a_ring_allows_is_refused(windows, refused):
+    """Also before the cache is a ring, so that no text fails at its growth."""
+    config = dataclasses.replace(tiny.TARGET, sliding_windows=windows)
+    loop = tiny.loop(tiny.Combination("ngram", "-", "greedy"), config=config)
+    drafter = dataclasses.replace(loop.parts.drafter, num_draft_tokens=kv.MOST_ROWS)
+    loop = dataclasses.replace(loop, parts=dataclasses.replace(loop.parts, drafter=drafter))
+    state = jax.eval_shape(lambda: loop.begin([[1]], capacity=512)[0])
+    line = "a pass writes 257 tokens of a text, and a layer with a sliding window takes 256 at most; draft fewer tokens"
+    with pytest.raises(ValueError, match=line) if refused else contextlib.nullcontext():
+        jax.eval_shape(
+            lambda state: decoding.run_rounds(
+                config, loop.weights, loop.parts, state, jnp.int32(1), state.done, window=300
+            ),
+            state,
+        )
 
 
 @pytest.mark.parametrize("rows", [PROMPTS, ((1, 3, 1), (2,))])
