@@ -163,8 +163,6 @@ def end_prefill(
     tokens = put_rows(request.tokens, token[:, None], request.length, count)
     view = View(tokens, length, cache, jnp.where(done, 0, request.limit - length - 1))
     fed = dataclasses.replace(fed, similarities=similarities)
-    zero = jnp.zeros(batch, jnp.int32)
-    histogram = jnp.zeros((batch, parts.drafter.num_draft_tokens + 1), jnp.int32)
     state = DecodeState(
         tokens=tokens,
         length=length,
@@ -175,7 +173,7 @@ def end_prefill(
         broken=~sound,
         cache=cache,
         drafter_state=_begun(params, parts, fed, view, request, chunk_size),
-        stats=Stats(zero, zero, zero, zero, histogram),
+        stats=Stats(jnp.zeros((batch, parts.drafter.num_draft_tokens + 3), jnp.int32)),
     )
     emitted = Emitted(
         tokens=token[:, None],

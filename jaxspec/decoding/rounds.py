@@ -45,7 +45,8 @@ def run_rounds(
     state = dataclasses.replace(state, done=state.done | halt)
     batch, width = state.length.shape[0], parts.drafter.num_draft_tokens + 1
     first = state.length
-    drafted, proposed = jnp.zeros((batch, window), bool), jnp.zeros((batch, window), jnp.int32)
+    # Twice the number of verified draft tokens of a token's round, plus one if it was an accepted draft.
+    flags = jnp.zeros((batch, window), jnp.int32)
     shape = batch, window, verification.report_size(config.vocab_size)
     reported_log_probs = None if parts.log_probs is None else jnp.zeros(shape, jnp.float32)
 
@@ -56,35 +57,24 @@ def run_rounds(
         return (rounds < max_rounds) & ~jnp.all(state.done) & fits & reported
 
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        rounds, state, drafted, proposed, reported_log_probs = carry
+        rounds, state, flags, reported_log_probs = carry
         at = state.length - first
         state, outcome, token_log_probs = decode_round(config, params, parts, state)
         # A drafter that takes turns with others has buffers for their longest draft; its own may be shorter.
         accepted = jnp.arange(outcome.tokens.shape[1])[None] < outcome.accepted[:, None]
-        drafted = put_rows(drafted, accepted, at, outcome.count)
-        verified = jnp.broadcast_to(outcome.drafted[:, None], accepted.shape)
-        proposed = put_rows(proposed, verified, at, outcome.count)
+        flags = put_rows(flags, 2 * outcome.drafted[:, None] + accepted, at, outcome.count)
         if reported_log_probs is not None and token_log_probs is not None:
             of_tokens = token_log_probs[:, : outcome.tokens.shape[1]]
             reported_log_probs = put_rows(reported_log_probs, of_tokens, at, outcome.count)
-        return rounds + 1, state, drafted, proposed, reported_log_probs
+        return rounds + 1, state, flags, reported_log_probs
 
-    carry = (jnp.int32(0), state, drafted, proposed, reported_log_probs)
-    _, state, drafted, proposed, reported_log_probs = jax.lax.while_loop(more, body, carry)
+    carry = (jnp.int32(0), state, flags, reported_log_probs)
+    _, state, flags, reported_log_probs = jax.lax.while_loop(more, body, carry)
     columns = jnp.minimum(first[:, None] + jnp.arange(window)[None], state.capacity - 1)
     tokens = jnp.take_along_axis(state.tokens, columns, axis=1)
     count = state.length - first
-    emitted = Emitted(
-        tokens,
-        count,
-        drafted,
-        proposed,
-        reported_log_probs,
-        state.length,
-        state.done,
-        state.broken,
-        state.stats,
-    )
+    after = state.length, state.done, state.broken, state.stats
+    emitted = Emitted(tokens, count, flags % 2 == 1, flags // 2, reported_log_probs, *after)
     return state, emitted
 
 
@@ -175,15 +165,9 @@ def decode_round(
 
 def _counted(stats: Stats, outcome: Outcome) -> Stats:
     """The counts after one more round."""
-    drew = (outcome.drafted > 0).astype(jnp.int32)
     bins = jnp.arange(stats.acceptance_histogram.shape[1])[None] == outcome.accepted[:, None]
-    return Stats(
-        num_rounds=stats.num_rounds + (outcome.count > 0),
-        num_drafts=stats.num_drafts + drew,
-        num_draft_tokens=stats.num_draft_tokens + outcome.drafted,
-        num_accepted_tokens=stats.num_accepted_tokens + outcome.accepted,
-        acceptance_histogram=stats.acceptance_histogram + bins * drew[:, None],
-    )
+    more = (outcome.count > 0)[:, None], outcome.drafted[:, None], bins & (outcome.drafted > 0)[:, None]
+    return Stats(stats.counts + jnp.concatenate([one.astype(jnp.int32) for one in more], axis=1))
 
 
 def _of_places(state: DecodeState, depth: int) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxspec.model import cache as kv
@@ -14,6 +15,10 @@ from jaxspec.model.cache import KVCache
 from jaxspec.penalties import Penalties
 from jaxspec.protocol import Acceptor, Drafter, State, kinds_of, rising_widths
 from jaxspec.sampling import Distribution
+
+# Up to this size of a row, `put_rows` writes all of it: a GPU needs one kernel in place of three. In a wide row a CPU
+# would take longer than for the few elements.
+NARROW = 256
 
 
 @struct.dataclass
@@ -104,17 +109,42 @@ class Stats:
     """Counts per row since its prefill, without tokens after the end of text or beyond the budget.
 
     Attributes:
-      num_rounds: int32[B], target passes after the prefill.
-      num_drafts: int32[B], rounds that had at least one draft token.
-      num_draft_tokens, num_accepted_tokens: int32[B].
-      acceptance_histogram: int32[B, K + 1], drafting rounds by how many tokens were accepted.
+      counts: int32[B, K + 3], the rounds, the draft tokens and the histogram side by side, so that a GPU updates them
+        by one kernel; [K + 3] for a single row.
+
+    Examples:
+      >>> stats = Stats(jnp.array([[5, 9, 1, 0, 2]]))  # in 3 of 5 rounds, 0, 2 and 2 tokens were accepted
+      >>> int(stats.num_rounds[0]), int(stats.num_drafts[0]), int(stats.num_accepted_tokens[0])
+      (5, 3, 4)
     """
 
-    num_rounds: jax.Array
-    num_drafts: jax.Array
-    num_draft_tokens: jax.Array
-    num_accepted_tokens: jax.Array
-    acceptance_histogram: jax.Array
+    counts: jax.Array
+
+    @property
+    def num_rounds(self) -> jax.Array:
+        """Target passes after the prefill, int32[B]."""
+        return self.counts[..., 0]
+
+    @property
+    def num_draft_tokens(self) -> jax.Array:
+        """Draft tokens that were verified, int32[B]."""
+        return self.counts[..., 1]
+
+    @property
+    def acceptance_histogram(self) -> jax.Array:
+        """Rounds with draft tokens by how many of them were accepted, int32[B, K + 1]."""
+        return self.counts[..., 2:]
+
+    @property
+    def num_drafts(self) -> jax.Array:
+        """Rounds that had at least one draft token, int32[B]."""
+        return self.acceptance_histogram.sum(axis=-1)
+
+    @property
+    def num_accepted_tokens(self) -> jax.Array:
+        """Draft tokens that were accepted, int32[B]."""
+        histogram = self.acceptance_histogram
+        return (histogram * np.arange(histogram.shape[-1])).sum(axis=-1)
 
 
 @struct.dataclass
@@ -232,9 +262,13 @@ def resize(state: DecodeState, batch: int) -> DecodeState:
 
 def put_rows(buffer: jax.Array, values: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     """Returns buffer [B, N, ...] with values[b, :count[b]] written at buffer[b, start[b]:]."""
-    batch, width = values.shape[:2]
+    (batch, width), size = values.shape[:2], buffer.shape[1]
+    if size <= NARROW and values.ndim == 2:
+        offset = jnp.arange(size)[None] - start[:, None]
+        taken = jnp.take_along_axis(values, jnp.clip(offset, 0, width - 1), axis=1)
+        return jnp.where((offset >= 0) & (offset < count[:, None]), taken, buffer)
     offset = jnp.arange(width)[None]
-    columns = jnp.where(offset < count[:, None], start[:, None] + offset, buffer.shape[1])
+    columns = jnp.where(offset < count[:, None], start[:, None] + offset, size)
     return buffer.at[jnp.arange(batch)[:, None], columns].set(values, mode="drop")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -168,7 +167,8 @@ class Row:
 
 def _counts(stats: Stats) -> dict[str, Any]:
     """Returns the loop's counts in the form of `recount`."""
-    counts = {name: np.asarray(value).tolist() for name, value in dataclasses.asdict(stats).items()}
+    names = "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_histogram"
+    counts = {name: np.asarray(getattr(stats, name)).tolist() for name in names}
     return counts | {"acceptance_histogram": tuple(counts["acceptance_histogram"])}
 
 

@@ -65,7 +65,7 @@ class Update:
       tokens: the new tokens.
       done: whether the row has ended.
       broken: whether it has ended because its next logits are not finite.
-      stats: counts since its prefill, NumPy scalars and a histogram int[K + 1].
+      stats: counts since its prefill, of a single row.
       began: the time at which it got its row, by `time.perf_counter`.
       num_reused_tokens: prompt tokens that were not fed.
     """
