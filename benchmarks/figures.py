@@ -22,7 +22,8 @@ SPEEDS = """## How fast will my model be, with what, and does it fit?
 
 One text, greedy. Bold is measured, with random weights; the others are predictions."""
 ABOUT = f"""- **Predictions** follow from {speeds.SOURCES}. A predicted step is a lower bound, which
-  devices reach to .6 to .9; speed-ups (× plain decoding) are ratios and more accurate. Each column assumes that a draft
+  devices reach to .6 to .9 (by [the compiler's cycles](../scaling.md), 81 tokens a second in place of 102 for `8b` in
+  int8 on a v5e); speed-ups (× plain decoding) are ratios and more accurate. Each column assumes that a draft
   token is accepted with {f"{speeds.ACCEPTED:g}".lstrip("0")}; EAGLE-3 has the {speeds.EAGLE3[0]} tokens a round, with
   {speeds.EAGLE3[1]} draft tokens, that users of vLLM report for an 8B on MT-Bench
   ([issue 26191](https://github.com/vllm-project/vllm/issues/26191)). Measure yours with `jaxspec compare`.
