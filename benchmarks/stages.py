@@ -1,20 +1,20 @@
-"""Measurements of one model on one device: floor, prefill, rows, masks, methods and trees."""
+"""Measurements of random weights of a shape on one device: steps, prompts, methods and trees."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.cases import START, Case, dial_cases, only_layers, rounds_of
 from benchmarks.dialed import Dial
 from benchmarks.parts import Record
+from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.drafting.tree_drafter import Dynamic
 from jaxspec.engine.language_model import LanguageModel
@@ -26,14 +26,21 @@ from jaxspec.measuring.aot.compiled_rounds import main_loop
 from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.device_profile import stream
 from jaxspec.measuring.bench.speed import acceptance, speed_ratio
-from jaxspec.measuring.bench.steps import PREFILL, DraftSteps, Loop, Steps, SubmodelSteps
+from jaxspec.measuring.bench.steps import Loop, SubmodelSteps, WrongDrafts
 from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
+from jaxspec.model import llama
 from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.texts.results import Result
 
 # K of drafts of constant length, and of drafts with a stop rule: their verifications have 4 and 8 rows.
 CONSTANT, LONGEST = 3, 7
+# Rows of the measured steps beside one: the most that a kernel for few rows takes, and a large tree.
+ROWS = (16, 65)
+# New tokens of the texts whose rounds are measured.
+TOKENS = 64
+# Live tokens of a step in a large cache.
+LIVE = 1024
 # Drafts of an EAGLE head, (depth, tree tokens): a chain of K tokens, or a tree of N tokens.
 FORMS: dict[str, tuple[int, int | None]] = {
     "eagle chain 3": (3, None),
@@ -45,11 +52,6 @@ FORMS: dict[str, tuple[int, int | None]] = {
 WIDTH = 10
 # Bytes of the array for the bandwidth measurement: larger than any cache.
 STREAMED = {"cpu": 2**27, "gpu": 2**31, "tpu": 2**30}
-
-
-def published_figures(device: jax.Device) -> Any:
-    """The published figures of a device, or None; see `aot.accelerators.published`."""
-    return published(device.device_kind)
 
 
 def estimated_ms(device: jax.Device, one: Loop) -> float | None:
@@ -77,6 +79,100 @@ def bandwidth(device: jax.Device, repeats: int = 10) -> float:
     return float(array.nbytes / min(times))
 
 
+def steps(lm: LanguageModel, repeats: int, on_progress: OnProgress) -> Record:
+    """Compares a step of plain decoding with the time to read its weights, and rounds of `ROWS` rows with it.
+
+    They are rounds of `generate`, with its compiler options and kernels. Their drafts are wrong.
+
+    Args:
+      lm: the model.
+      repeats: a third of the turns.
+      on_progress: called with the current activity.
+
+    Returns:
+      times in milliseconds: `floor_bytes`, `floor_measured_ms` (every weight read once, the fastest turn),
+      `floor_published_ms` (at the published bandwidth; None where it is unknown), `step_ms`, `floor_from` (published or
+      measured) and by it `floor_fraction`, floor ÷ the fastest step; `over_one_row`, a round of several rows ÷ one of
+      one row, the median over the turns, by number of rows; `estimated_ms`, the step by the TPU compiler's cycles, and
+      `over_estimated`, measured ÷ estimated (both None on other devices); `compile_seconds` of all programs.
+    """
+    rounds: dict[int, list[float]] = {rows: [] for rows in (1, *ROWS)}
+
+    def decode(rows: int) -> None:
+        method = WrongDrafts(rows - 1) if rows > 1 else Autoregressive()
+        result = lm.generate(START, method=method, max_new_tokens=TOKENS, ignore_eos=True, temperature=0.0)
+        rounds[rows].append(result.statistics.decode_ms / max(1, result.statistics.num_rounds))
+
+    read = stream(lm)
+    runs: dict[str, Callable[[], object]] = {"floor": read}
+    runs |= {str(rows): functools.partial(decode, rows) for rows in rounds}
+    # The first run of a program takes longer.
+    interleaved(runs, 2, lambda turn: on_progress("compiling"))
+    for taken in rounds.values():
+        taken.clear()
+    measured = min(interleaved(runs, 3 * repeats, on_progress)["floor"])
+    size, figures = floor_bytes(lm.config, lm.params), published(lm.device_kind)
+    known = None if figures is None else 1e3 * size / figures.bandwidth
+    step = min(rounds[1])
+    estimated = estimated_ms(lm.device, rounds_of(lm, 1)) if lm.platform == "tpu" else None
+    return {
+        "floor_bytes": size,
+        "floor_measured_ms": measured,
+        "floor_published_ms": known,
+        "step_ms": statistics.median(rounds[1]),
+        "floor_from": "measured" if known is None else "published",
+        "floor_fraction": (measured if known is None else known) / step,
+        "over_one_row": {rows: median_ratio(rounds[rows], rounds[1]) for rows in ROWS},
+        "estimated_ms": estimated,
+        "over_estimated": None if estimated is None else step / estimated,
+        "compile_seconds": 1e-3 * lm.executables.compile_ms,
+    }
+
+
+def prompts(lm: LanguageModel, lengths: Sequence[int], repeats: int, on_progress: OnProgress) -> Record:
+    """Measures the first token after prompts of several lengths, and steps in the cache of the longest one.
+
+    Args:
+      lm: the model; its context may be shorter, because its weights are random.
+      lengths: tokens of the prompts, ascending.
+      repeats: measurements of each length, and a third of the turns of the steps.
+      on_progress: called with the current activity.
+
+    Returns:
+      `prompts`: by number of tokens `first_token_ms`, `tokens_per_second`, `flops_fraction` of the published peak for
+      the products with weights (None where it is unknown), and `compile_seconds`; `live_in_longest`: a step with
+      `LIVE` live tokens in a cache for the longest prompt ÷ one in a cache of twice as many slots.
+    """
+    config = dataclasses.replace(lm.config, max_position_embeddings=2 * lengths[-1])
+    lm = LanguageModel(config, lm.params, name=lm.name, device=lm.device)
+    figures, found = published(lm.device_kind), {}
+    numbers = llama.num_params(dataclasses.replace(config, vocab_size=0))
+    for length in lengths:
+        prompt = [3 + at % (config.vocab_size - 3) for at in range(length)]
+        first = functools.partial(
+            lm.generate, prompt, method=BASELINE, max_new_tokens=1, ignore_eos=True, temperature=0.0
+        )
+        on_progress(f"compiling the prefill of {length} tokens")
+        began = time.perf_counter()
+        first()
+        compile_seconds = time.perf_counter() - began
+        ms = statistics.median(interleaved({"first": first}, repeats, on_progress)["first"])
+        found[length] = {
+            "first_token_ms": ms,
+            "tokens_per_second": 1e3 * length / ms,
+            "flops_fraction": None if figures is None else 2e3 * numbers * length / ms / figures.flops,
+            "compile_seconds": compile_seconds,
+        }
+    every = LayerPlan.skipping(config.num_layers)
+    sizes = {"longest": max(lengths[-1], 2 * LIVE), "twice": 2 * LIVE}
+    loops = {name: SubmodelSteps(lm, every, live=LIVE, capacity=size) for name, size in sizes.items()}
+    for name, loop in loops.items():
+        on_progress(f"compiling a step in {sizes[name]} slots")
+        loop()
+    taken = interleaved(loops, 3 * repeats, on_progress)
+    return {"prompts": found, "live_in_longest": median_ratio(taken["longest"], taken["twice"])}
+
+
 class Stages:
     """The measurements of one model; times in milliseconds.
 
@@ -90,94 +186,6 @@ class Stages:
     def __init__(self, dial: Dial, costs: dict[str, float], repeats: int, max_new_tokens: int) -> None:
         self._dial, self._lm, self._costs = dial, dial.lm, costs
         self._repeats, self._budget = repeats, max_new_tokens
-        self._one: tuple[Any, Steps] | None = None
-
-    def floor(self, on_progress: OnProgress) -> Record:
-        """Compares a step of plain decoding with the time to read its weights.
-
-        Returns:
-          `floor_bytes`, `floor_measured_ms` (every weight read once, the fastest turn), `floor_published_ms` (at the
-          published bandwidth; None where it is unknown), `step_ms`, `floor_from` (published or measured) and by it
-          `floor_fraction`, floor ÷ the fastest step; `estimated_ms`, the step by the TPU compiler's
-          cycles, and `over_estimated`, measured ÷ estimated (both None on other devices); `compile_seconds` of the
-          plain loop and its prefill.
-        """
-        lm = self._lm
-        on_progress("compiling the plain loop")
-        began = time.perf_counter()
-        one = self._plain()
-        compile_seconds = time.perf_counter() - began
-        read = stream(lm)
-        read()
-        taken = interleaved({"step": one, "floor": read}, 3 * self._repeats, on_progress)
-        size, figures = floor_bytes(lm.config, lm.params), published_figures(lm.device)
-        measured = min(taken["floor"])
-        known = None if figures is None else 1e3 * size / figures.bandwidth
-        step, estimated = min(taken["step"]) / one.rounds, estimated_ms(lm.device, one)
-        self._costs["all over 1"] = self._costs["plain step"] = statistics.median(taken["step"]) / one.rounds
-        return {
-            "floor_bytes": size,
-            "floor_measured_ms": measured,
-            "floor_published_ms": known,
-            "step_ms": self._costs["plain step"],
-            "floor_from": "measured" if known is None else "published",
-            "floor_fraction": (measured if known is None else known) / step,
-            "estimated_ms": estimated,
-            "over_estimated": None if estimated is None else step / estimated,
-            "compile_seconds": compile_seconds,
-        }
-
-    def prefill(self, on_progress: OnProgress) -> Record:
-        """Measures a prompt of `PREFILL` tokens; `flops_fraction` of the published peak, None if that is unknown."""
-        one = self._plain()
-        began = time.perf_counter()
-        jax.block_until_ready(one.prefill())
-        compile_seconds = time.perf_counter() - began
-        run = {"prefill": lambda: jax.block_until_ready(one.prefill())}
-        ms = statistics.median(interleaved(run, 3 * self._repeats, on_progress)["prefill"])
-        lm, figures = self._lm, published_figures(self._lm.device)
-        matrices = floor_bytes(lm.config, lm.params) / lm.params["embed"].dtype.itemsize
-        flops = 2e3 * matrices * PREFILL / ms
-        return {
-            "prompt_tokens": PREFILL,
-            "prefill_ms": ms,
-            "prefill_tokens_per_second": 1e3 * PREFILL / ms,
-            "flops_fraction": None if figures is None else flops / figures.flops,
-            "compile_seconds": compile_seconds,
-        }
-
-    def rows(self, count: int, on_progress: OnProgress) -> Record:
-        """Measures a step of several rows, in turns with one of one row; `over_one_row` is the median ratio."""
-        on_progress("compiling")
-        one = self._plain()
-        began = time.perf_counter()
-        several = rounds_of(self._lm, count)
-        several()
-        compile_seconds = time.perf_counter() - began
-        taken = interleaved({"one": one, "several": several}, 3 * self._repeats, on_progress)
-        step = statistics.median(taken["several"]) / several.rounds
-        self._costs[f"all over {count}"] = step
-        ratio = median_ratio(taken["several"], taken["one"])
-        return {"rows": count, "step_ms": step, "over_one_row": ratio, "compile_seconds": compile_seconds}
-
-    def masks(self, on_progress: OnProgress) -> Record:
-        """Measures a draft token with a traced and with a static mask that skips every other later layer."""
-        num_layers = self._lm.config.num_layers
-        skipped = range(self._depth, num_layers - 1, 2)
-        mask = LayerPlan.skipping(num_layers, skipped, skipped)
-        given = {"traced": mask.traced(), "static": mask}
-        loops, compile_seconds = {}, {}
-        for name, plan in given.items():
-            on_progress(f"compiling, {name}")
-            began = time.perf_counter()
-            loops[name] = DraftSteps(self._lm)
-            loops[name](plan)
-            compile_seconds[name] = time.perf_counter() - began
-        runs = {name: (lambda name=name: loops[name](given[name])) for name in given}
-        taken = interleaved(runs, 3 * self._repeats, on_progress)
-        ratio = median_ratio(taken["traced"], taken["static"])
-        steps = {f"{name}_ms": statistics.median(taken[name]) / Loop.rounds for name in given}
-        return {**steps, "traced_over_static": ratio, "compile_seconds": compile_seconds}
 
     def method(self, name: str, rates: Sequence[float], on_progress: OnProgress) -> Record:
         """Compares a method with plain decoding at several rates of agreement; `ngram` on a repetitive text.
@@ -213,8 +221,7 @@ class Stages:
                 if what not in self._costs:
                     on_progress(f"measuring {what}")
                     self._costs[what] = self._timed(make())
-            if "plain step" not in self._costs:
-                self._costs["plain step"] = self._timed(self._plain())
+            self._costs["plain step"] = self._over(1)
             results.append({**words, **case.report(self._costs)})
         seconds = 1e-3 * (self._lm.executables.compile_ms - before)
         return {"compile_seconds": seconds, "results": results}
@@ -228,8 +235,7 @@ class Stages:
         """Compares an EAGLE head's chain or tree with plain decoding at several rates of agreement of its top token.
 
         The predicted time of a round is the verification of its rows, plus K steps of the head for a chain. For a tree
-        it
-        is one step plus one step of `WIDTH` rows for each level after the first.
+        it is one step plus one step of `WIDTH` rows for each level after the first.
 
         Returns:
           see `method`.
@@ -282,14 +288,11 @@ class Stages:
         return self._costs[name]
 
     def _over(self, rows: int) -> float:
-        """Returns the cost of a step of some rows, interpolated linearly between the measured ones."""
-        known = {
-            int(name.split()[-1]): ms for name, ms in self._costs.items() if name.startswith("all over ")
-        }
-        if rows not in known and (not known or max(known) < rows):
-            self._costs[f"all over {rows}"] = known[rows] = self._timed(rounds_of(self._lm, rows))
-        counts = sorted(known)
-        return float(np.interp(rows, counts, [known[count] for count in counts]))
+        """Times a step of some rows."""
+        name = f"all over {rows}"
+        if name not in self._costs:
+            self._costs[name] = self._timed(rounds_of(self._lm, rows))
+        return self._costs[name]
 
     def _timed(self, loop: Loop) -> float:
         loop()
@@ -298,10 +301,3 @@ class Stages:
     @property
     def _depth(self) -> int:
         return max(1, self._lm.config.num_layers // 4)
-
-    def _plain(self) -> Steps:
-        """Compiles steps of plain decoding; again after the acceptance was changed, which donates the weights."""
-        if self._one is None or self._one[0] is not self._lm.params:
-            self._one = self._lm.params, rounds_of(self._lm, 1)
-            self._one[1]()
-        return self._one[1]

@@ -19,6 +19,9 @@ _CHIPS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p")
 # branches of rounds.
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 
+# With the value `off` of this environment variable, no program uses `gpu_kernels`.
+KERNELS_VARIABLE = "JAXSPEC_KERNELS"
+
 
 def compiler_options(args: Any) -> dict[str, str] | None:
     """Returns the compiler options for a program with these arguments; None for the compiler's defaults.
@@ -56,7 +59,7 @@ def kernels(args: Any) -> frozenset[str]:
     devices = _devices(args)
     if not has_bfloat16(devices[0]):
         return frozenset({SUMMED})
-    off = os.environ.get("JAXSPEC_KERNELS") == "off"
+    off = os.environ.get(KERNELS_VARIABLE) == "off"
     if off or len(devices) > 1 or _capability(devices[0]) is None:
         return frozenset()
     leaves = jax.tree.leaves(args, is_leaf=is_quantised)
