@@ -198,7 +198,7 @@ def plan(options: Options, ends: float) -> list[Part]:
     heads = [*SETTINGS[own], *amount, *(word for run in HEADS for word in ("--run", run))]
     sizes = (options.own_texts, 2 * options.max_new_tokens)
     every = max(1, options.train_steps // 10)
-    training = [*TRAINING, "--steps", str(options.train_steps), "--every", str(every)]
+    training = (options.train_steps, [*TRAINING, "--every", str(every)])
     return [
         Part("device", "", functools.partial(device_record, device)),
         texts(own, [*usual, *BESIDE]),
@@ -214,7 +214,7 @@ def plan(options: Options, ends: float) -> list[Part]:
         *steps("int8 cache"),
         texts("int8 cache", FEW),
         on_texts("own texts", real.own_texts, *sizes, resumable=True),
-        on_texts("training", real.train, training, resumable=True, needs="own texts"),
+        on_texts("training", real.train, *training, resumable=True, needs="own texts"),
         on_texts("s2d", real.s2d, amount, resumable=True, needs="training"),
         *(part for name in CASES for part in on_shapes(name, held.draft, Stages.method, name, kind="method")),
     ]

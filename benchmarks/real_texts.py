@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 
 from benchmarks import auto_guarantee
 from benchmarks.papers.command import Papers
 from benchmarks.parts import Record, UnfinishedError
 from jaxspec.console.errors import Failed
 from jaxspec.console.parsing import parse_as
-from jaxspec.host.files import read_json, read_text, write_atomic
+from jaxspec.host.files import parse_json, read_json, read_text, write_atomic
 from jaxspec.host.progress import OnProgress
 from jaxspec.io import checkpoint
 from jaxspec.loading.loading import find_model
 from jaxspec.measuring.commands.bench import REPORT, Bench
 from jaxspec.measuring.commands.vocab import Vocab
-from training import command, job, option_files, own_text, soft
-from training.reports import metrics
 
 RECIPE = Path(__file__).parents[1] / "training" / "recipes" / "smollm2-draft.yaml"
 # The shared files that the draft learns from beside the model's own texts: (file, kind, format, weight).
@@ -105,8 +103,8 @@ class RealTexts:
         ]
         given += ["--output", str(texts), "--data", *(_source(*one) for one in sources)]
         on_progress("writing texts")
-        options = option_files.parse(own_text.Options, given, "training.own_text")
-        written = own_text.write_texts(options, _console())
+        self._train("training.own_text", given)
+        written = len(texts.read_text(encoding="utf-8").splitlines())
         files = [texts.with_suffix(".txt"), *(Path(path) for path, *_ in sources if Path(path).exists())]
         ranked = ["--model", self._model, "--output", str(self._directory / "vocab.json")]
         # Other vocabularies are smaller, or fewer of their tokens are in the texts.
@@ -121,7 +119,7 @@ class RealTexts:
         commands = [_typed("python -m training.own_text", given), _typed("jaxspec vocab", ranked)]
         return {"commands": commands, "texts": written}
 
-    def train(self, words: Sequence[str], on_progress: OnProgress) -> Record:
+    def train(self, steps: int, words: Sequence[str], on_progress: OnProgress) -> Record:
         """Trains a sorted draft by SoFT: the first three tenths of the model, with an exit after each tenth.
 
         Returns:
@@ -147,13 +145,11 @@ class RealTexts:
         given += ["--output", str(self._directory / "draft"), "--samples", "0"]
         minutes = max(1.0, TRAINED * (self._ends - time.monotonic())) / 60
         on_progress("training")
-        options = option_files.parse(soft.Options, [*given, "--minutes", f"{minutes:.2f}"], "training.soft")
-        typed = _typed("python -m training.soft", given)
-        options = command.joined(options, "training.soft")
-        status = job.train(options, soft.objective, "training.soft", typed, _console())
-        last = metrics.read(run)[-1]
-        if status or last["step"] < options.loop.steps:
-            raise UnfinishedError(f"step {last['step']} of {options.loop.steps}")
+        self._train("training.soft", [*given, "--steps", str(steps), "--minutes", f"{minutes:.2f}"])
+        last = parse_json((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        if last["step"] < steps:
+            raise UnfinishedError(f"step {last['step']} of {steps}")
+        typed = _typed("python -m training.soft", [*given, "--steps", str(steps)])
         return {"command": typed, **last}
 
     def s2d(self, words: Sequence[str], on_progress: OnProgress) -> Record:
@@ -165,6 +161,11 @@ class RealTexts:
         self._run("benchmarks.papers", given, lambda: parse_as(Papers, given, "benchmarks.papers").run())
         claims = read_json(output / REPORT)["claims"]
         return {"command": _typed("python -m benchmarks.papers", given), "claims": claims}
+
+    def _train(self, module: str, words: Sequence[str]) -> None:
+        """Runs a command of the package `training`, whose errors are on standard error."""
+        main: Callable[[Sequence[str]], int] = importlib.import_module(module).main
+        self._run(f"python -m {module}", words, lambda: main(words))
 
     def _run(self, prog: str, words: Sequence[str], run: Callable[[], int]) -> None:
         """Runs a command, with its output in the file log.txt."""
@@ -197,7 +198,3 @@ def _source(path: str, kind: str, form: str, weight: float) -> str:
 
 def _typed(prog: str, words: Sequence[str]) -> str:
     return shlex.join([*prog.split(), *words])
-
-
-def _console() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
