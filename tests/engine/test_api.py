@@ -38,13 +38,15 @@ def test_a_row_with_its_own_seed_does_not_depend_on_its_place(lm):
     assert both[0].tokens != both[1].tokens
 
 
-def test_a_step_of_training_compiles_nothing(tmp_path):
+@pytest.mark.full
+def test_a_step_of_training_compiles_nothing():
     """With other parameters the texts are theirs, and what is kept of the old ones is not used."""
     lm = jaxspec.LanguageModel(tiny.TARGET, tiny.params(), prefix_cache="1MB", name="old")
-    prompt, options = list(range(1, 10)) * 2, {"method": "layerskip", "exit_layer": 1, "max_new_tokens": 8}
+    prompt, options = list(range(1, 10)) * 8, {"method": "layerskip", "exit_layer": 1, "max_new_tokens": 8}
     lm.generate(prompt, **options)
     count, other = lm.executables.num_compilations, testing.params(tiny.TARGET, seed=1)
     new = lm.with_params(other)
+    assert (len(lm.prefixes), len(new.prefixes)) == (1, 0)
     fresh = jaxspec.LanguageModel(tiny.TARGET, other)
     assert new.generate(prompt, **options).tokens == fresh.generate(prompt, **options).tokens
     assert new.executables.num_compilations == count
