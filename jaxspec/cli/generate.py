@@ -16,7 +16,6 @@ from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import ACCEPTED, DIM, painted, printable, shows_colour, tell
 from jaxspec.host.progress import Progress, hidden
 from jaxspec.methods import Auto
-from jaxspec.texts.text import likeliest
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -36,7 +35,7 @@ class Generate(TextOptions):
       stream: print the text as it comes, or only once it is whole.
       n: number of texts, printed once all are whole.
       logprobs: also print the log-probability of each token.
-      top_logprobs: also print so many of the likeliest tokens, at most 20, with their log-probabilities.
+      top_logprobs: also print the N likeliest tokens, N ≤ 20.
     """
 
     method: str = method_field()
@@ -192,6 +191,8 @@ class _Output:
         } | self._explanation()
 
     def _likeliest(self, token: Token) -> list[dict[str, Any]]:
+        from jaxspec.texts.text import likeliest  # imports tokenizers, which takes a while
+
         return likeliest(token, self._lm.tokenizer)
 
     def _log_probs(self) -> Iterator[str]:

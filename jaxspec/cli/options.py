@@ -54,9 +54,8 @@ class ModelOptions(Placement):
         model.
       weights: hold the matrices, also those of draft models, in int8 with a scale for each output channel. On one
         CPU, inputs of products are rounded to int8 too if that is faster.
-      kv_cache_dtype: auto, keys and values in dtype, or int8, with a scale for each token and head: half of the memory
-        of a 16-bit cache, and slightly other texts.
-      adapter: a LoRA adapter of the model: its directory as PEFT writes it, or its hub id.
+      kv_cache_dtype: of keys and values; int8 needs half of the memory of 16 bits and gives slightly other texts.
+      adapter: a LoRA adapter: PEFT's directory, or a hub id.
     """
 
     model: str | None = None

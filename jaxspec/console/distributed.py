@@ -31,7 +31,7 @@ class ProcessOptions:
       num_processes: the number of processes.
       process_id: the number of this process, from 0. Process 0 writes all output.
       join_timeout_seconds: how long to wait for the other processes at the start.
-      heartbeat_timeout_seconds: the longest time without a heartbeat of a process.
+      heartbeat_timeout_seconds: the longest time without a heartbeat.
     """
 
     distributed: bool = False

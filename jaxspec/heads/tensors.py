@@ -6,13 +6,16 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxspec.host.messages import shown
 from jaxspec.io.hf import huggingface
+from jaxspec.io.hf.config_json import config_from
 from jaxspec.io.hf.huggingface import Place
 from jaxspec.io.hf.layout import Source, sources_of
 from jaxspec.io.tensors import DTYPES, Tensors
@@ -23,6 +26,8 @@ from jaxspec.model.vocabulary import Vocabulary
 
 # The base of the rotary embedding if a head's authors give none.
 USUAL_THETA = 10000.0
+# The families whose layers heads have.
+_BLOCKS = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 # Name, shape and sources of a leaf of a head's parameters.
 Entry = tuple[str, tuple[int, ...], list[Source]]
 
@@ -90,6 +95,20 @@ def with_rope_of_training(
             stacklevel=4,
         )
     return trained
+
+
+def read_block(content: Mapping[str, Any]) -> LlamaConfig:
+    """Returns the configuration of a head's layers, which are those of a Llama, Mistral or Qwen.
+
+    Raises:
+      ValueError: they are those of another family, or a value is invalid; one line.
+    """
+    kind = content.get("model_type", "llama")
+    if kind not in _BLOCKS:
+        raise ValueError(
+            f"model_type {shown(kind)} is not supported for a head; supported: {', '.join(_BLOCKS)}"
+        )
+    return dataclasses.replace(config_from({**content, "model_type": kind}), tie_embeddings=False)
 
 
 def leaves_of(shapes: Params) -> Iterable[tuple[str, tuple[int, ...]]]:

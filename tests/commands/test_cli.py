@@ -396,7 +396,7 @@ def test_profile(run, monkeypatch):
         "compile_ms": 8.0,
     }
 
-    def profile(model, shape, dtype, device, mesh, *, weights, on_progress):
+    def profile(model, shape, dtype, device, mesh, *, weights, kv_cache_dtype, on_progress):
         on_progress("compiling")
         return report | {"model": shape, "dtype": dtype}
 

@@ -157,7 +157,7 @@ def test_few_queries_of_an_int8_cache_are_summed(monkeypatch):
     for length, products in ((1, 0), (kv.SUMMED_QUERIES // group, 0), (3, 2)):
         queries = jnp.asarray(rng.normal(size=(1, length, 2, group, 8)), jnp.float32)
         wanted = attend(queries, layer)
-        with SUMMED(True):
+        with KERNELS(frozenset({SUMMED})):
             lowered = jax.jit(attend).trace(queries, layer).lower(lowering_platforms=("cuda",))
             assert lowered.as_text().count("dot_general") == products
             with monkeypatch.context() as patch:

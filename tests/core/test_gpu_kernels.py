@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import gpu_kernels, llama, rope
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import LlamaConfig, Scores
 from jaxspec.model.lora import Adapted
 from jaxspec.model.numerics import (
     ATTENTION,
@@ -198,12 +198,18 @@ def test_a_token_that_is_not_finite_spoils_who_sees_it():
 def test_where_xla_computes_attention():
     """Trees, exact texts, the layout of a mesh, many tokens, other sizes of a head, other dtypes, and other devices."""
 
-    def uses(length=1, group=4, size=64, dtype=jnp.bfloat16, kernels=EVERY, merged=True, **more) -> bool:
+    def uses(
+        length=1, group=4, size=64, dtype=jnp.bfloat16, kernels=EVERY, merged=True, turned=None, **more
+    ) -> bool:
         slots = jnp.arange(length)[None]
         attend = llama.Cached(jnp.zeros(1, jnp.int32), slots, None, merged, **more)
         layer = (jnp.zeros((1, 128, size), dtype),) * 2
         with KERNELS(kernels):
-            return attend.has_kernel(jnp.zeros((1, length, 1, group + 2, size), dtype), layer)
+            qkv, half = (
+                jnp.zeros((1, length, 1, group + 2, size), dtype),
+                jnp.zeros((1, length, turned or size // 2)),
+            )
+            return attend.has_kernel(qkv, rope.Tables(half, half), layer)
 
     assert uses()
     assert uses(16, 8)
@@ -214,6 +220,8 @@ def test_where_xla_computes_attention():
     assert not uses(merged=False)
     assert not uses(seen=jnp.ones((1, 1, 128), bool))
     assert not uses(places=jnp.arange(128)[None])
+    assert not uses(scores=Scores(cap=50.0))
+    assert not uses(turned=16)
     assert not uses(kernels=frozenset({PRODUCTS}))
 
 

@@ -131,7 +131,7 @@ def test_query_heads_apart_attend_as_together(merged):
     heads = (batch * kv_heads,) if merged else (batch, kv_heads)
     layer = tuple(jnp.asarray(rng.normal(size=(*heads, slots, size)), jnp.float32) for _ in range(2))
     seen = jnp.asarray(rng.random((batch, rows, slots)) < 0.5).at[..., 0].set(True)
-    together, apart = (kv.attend_where(queries, layer, seen, merged, apart) for apart in (False, True))
+    together, apart = (kv.attend_where(queries, layer, seen, merged, apart=apart) for apart in (False, True))
     np.testing.assert_allclose(apart, together, atol=1e-6)
 
 

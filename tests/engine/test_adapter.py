@@ -196,9 +196,9 @@ def test_memory_is_asked_for_the_adapter_too(base, adapter, monkeypatch):
     asked = []
     check = memory.check_fits
 
-    def checked(*given: Any, **more: Any) -> None:
-        asked.append(more["adapter"])
-        check(*given, **more)
+    def checked(texts: memory.Texts, capacity: int) -> None:
+        asked.append(texts.adapter_bytes)
+        check(texts, capacity)
 
     monkeypatch.setattr(memory, "check_fits", checked)
     load(base("llama"), adapter=adapter)

@@ -27,12 +27,13 @@ from jaxspec.heads.tensors import (
     checked,
     leaves_of,
     llama_sources,
+    read_block,
     refuse_left_out,
     renamed,
     with_rope_of_training,
 )
 from jaxspec.host.messages import shown
-from jaxspec.io.hf.config_json import config_from, config_json, errors_of
+from jaxspec.io.hf.config_json import config_json, errors_of
 from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.hf.layout import Source
 from jaxspec.io.hf.values import flag, section, whole_or
@@ -91,7 +92,7 @@ def _config(
         (section(content, key) for key in ("transformer_layer_config", "model") if content.get(key)), content
     )
     values = {**nested, **inner, **content}
-    block = config_from({"model_type": "llama", **inner})
+    block = read_block(inner)
     if block.vocab_size != target.vocab_size:
         raise ValueError(
             f"the head has a vocabulary of {block.vocab_size} tokens, the target of {target.vocab_size}; "

@@ -8,7 +8,6 @@ The authors' code uses the base 10,000 for the rotary embedding, for any config.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from jaxspec.heads.tensors import (
     checked,
     leaves_of,
     llama_sources,
+    read_block,
     refuse_left_out,
     with_rope_of_training,
 )
-from jaxspec.io.hf.config_json import config_from, config_json, errors_of
+from jaxspec.io.hf.config_json import config_json, errors_of
 from jaxspec.io.hf.values import section, whole
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
@@ -42,7 +42,7 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
     """The adapter that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
     refuse_left_out(directory, found.left_out, found)
     with errors_of(directory / "config.json"):
-        block = dataclasses.replace(config_from({"model_type": "llama", **content}), tie_embeddings=False)
+        block = read_block(content)
         own = section(content, "jaxspec")
         if own.get("kind") is None:
             block = with_rope_of_training(directory, block, None, "Kangaroo's training code")

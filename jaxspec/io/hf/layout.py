@@ -103,19 +103,26 @@ def sources_of(
     def part(name: str, heads: int, copy: slice, begin: int, end: int) -> list[Source]:
         tensor = f"{prefix}self_attn.{'qkv' if fused else name}_proj.{suffix}"
         total, before = (counts[0] + 2 * counts[1], first[name]) if fused else (heads, 0)
-        where, there = (slice(None), copy, slice(begin, end)), (slice(before, before + heads),)
+        stored, where = (total * hd, *rest), (slice(None), copy, slice(begin, end))
+        if fused:
+            cut = slice(before, before + heads)
+            return [Source(tensor, stored, split, where, (total, hd, *rest), (cut,))]
+        if name == "v" or not (family.interleaved if interleaved is None else interleaved):
+            return [Source(tensor, stored, split, where)]
+        # The first and second members of the rotated pairs of a head, and what is not rotated.
         turned = config.rotary_dim or hd
-        pairs = interleaved if interleaved is not None else family.interleaved
-        if not pairs or name == "v":
-            cuts = [(slice(None), slice(None))] if fused else []
-        else:
-            # The first and second members of the rotated pairs, and what is not rotated.
-            cuts = [(slice(at * turned // 2, (at + 1) * turned // 2), slice(at, turned, 2)) for at in (0, 1)]
-            cuts += [(slice(turned, hd), slice(turned, hd))] if turned < hd else []
-        stored, cut = (total * hd, *rest), (total, hd, *rest)
+        cuts = [(slice(at * turned // 2, (at + 1) * turned // 2), slice(at, turned, 2)) for at in (0, 1)]
+        cuts += [(slice(turned, hd), slice(turned, hd))] if turned < hd else []
+        members = (config.num_kv_heads, copies if name == "q" else 1, end - begin, hd, *rest)
+        both = slice(None), slice(None)
         return [
-            Source(tensor, stored, split, (*where, ours), cut, (*there, theirs)) for ours, theirs in cuts
-        ] or [Source(tensor, stored, split, where)]
+            Source(
+                *(tensor, stored, split, (slice(None), copy, slice(begin + at, begin + at + 1), ours)),
+                *(members, (*both, slice(at, at + 1), theirs)),
+            )
+            for at in range(end - begin)
+            for ours, theirs in cuts
+        ]
 
     queries = part("q", config.num_heads, slice(None), 0, group)
     return queries + [

@@ -160,7 +160,7 @@ def _print(record: dict[str, Any], source: str) -> None:
         per_layer = record["kernels_per_layer"]
         table.add_row("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}")
         table.add_row("of jaxspec, if the device passes their check", ", ".join(record["kernels"]) or "none")
-    if record["bandwidth_share"] is not None:
+    if record.get("bandwidth_share") is not None:
         table.add_row("share of the bandwidth, by a fit", f"{record['bandwidth_share']:.2f}")
     speed = record["predicted_tokens_per_second"]
     if speed is not None or record["cycles"] is None:
