@@ -19,6 +19,7 @@ from jaxspec.host.messages import brief_errors
 from jaxspec.io import tensors
 from jaxspec.io.embedded import EMBEDDED, embedded_model, embedded_names
 from jaxspec.io.hf import config_json, huggingface
+from jaxspec.io.hf.layout import leaves
 from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
@@ -64,6 +65,14 @@ CONFIGS = {
         tie_embeddings=True,
     ),
     "qwen2_full": dataclasses.replace(BASE, model_type="qwen2", qkv_bias=True, bos_token_id=None),
+    # Matrices that are stored together, and rotated pairs that are neighbours.
+    "phi3": dataclasses.replace(BASE, model_type="phi3", head_dim=4, rotary_dim=2),
+    "glm4": dataclasses.replace(
+        BASE, model_type="glm4", head_dim=8, rotary_dim=4, norm_placement="sandwich", qkv_bias=True
+    ),
+    "olmo2": dataclasses.replace(
+        BASE, model_type="olmo2", norm_placement="post", qk_norm=True, qk_norm_over_heads=True
+    ),
 }
 
 
@@ -99,6 +108,10 @@ def test_round_trip(tmp_path, name):
     assert huggingface.read_config(tmp_path) == config
     assert huggingface.stored_dtype(tmp_path) == np.float32
     assert_same(huggingface.load_params(tmp_path, config, jnp.float32), params)
+    # Shard by shard, as on a mesh.
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shards = {name: where for name, _, _ in leaves(config)}
+    assert_same(huggingface.load_params(tmp_path, config, jnp.float32, shards), params)
     assert not list(tmp_path.glob(".*"))
 
 
