@@ -573,9 +573,9 @@ def _log(path: Path) -> None:
 
 
 def _messages(path: Path) -> None:
-    from jaxspec.cli.options import _read_messages
+    from jaxspec.cli.options import read_messages
 
-    _read_messages(str(path))
+    read_messages(str(path))
 
 
 def _prompts(path: Path) -> None:

@@ -236,14 +236,12 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
     within = path[:, None, :, None]
 
     def gathered(slots: jax.Array) -> jax.Array:
-        found: jax.Array = jnp.take_along_axis(slots, within, axis=2, mode="clip")
-        return found
+        return jnp.take_along_axis(slots, within, axis=2, mode="clip")
 
     def is_ring(buffer: jax.Array) -> bool:
         return buffer.shape[-2] < cache.capacity
 
     def take(buffer: jax.Array) -> jax.Array:
-        taken: jax.Array
         split = buffer.reshape(batch, -1, *buffer.shape[-2:])
         if cache.merged and batch <= UNROLLED_ROWS and not is_ring(buffer):
             # Slice first: to gather from the whole buffer, a TPU would copy all slots.
@@ -251,7 +249,9 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
             few = [jax.lax.dynamic_slice(split, (row, 0, start[row], 0), size) for row in range(batch)]
             # For a gather, a TPU would keep the whole cache in a layout that its products do not read.
             selected = functools.partial(summed_along, path=path)
-            taken = jax.lax.platform_dependent(jnp.concatenate(few), tpu=selected, default=gathered)
+            taken: jax.Array = jax.lax.platform_dependent(
+                jnp.concatenate(few), tpu=selected, default=gathered
+            )
         else:
             place = within + start[:, None, None, None]
             place = place % buffer.shape[-2] if is_ring(buffer) else place
@@ -270,7 +270,8 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
 def summed_along(slots: jax.Array, path: jax.Array) -> jax.Array:
     """Returns slots [B, KV, R, hd] along a path int32[B, P] as [B, KV, P, hd], without a gather."""
     here = path[..., None] == jnp.arange(slots.shape[2])
-    return jnp.sum(jnp.where(here[:, None, :, :, None], slots[:, :, None], 0), axis=3, dtype=slots.dtype)
+    few = jnp.where(here[:, None, :, :, None], slots[:, :, None], 0)
+    return jnp.sum(few, axis=3, dtype=slots.dtype)
 
 
 @jax.named_scope("attend")
@@ -346,7 +347,7 @@ def attend(
         ) -> jax.Array:
             first = tuple(x[..., :length, :] for x in layer)
             seen, places = jax.tree.map(lambda x: x[..., :length], both)
-            return whole(queries, positions, first, seen, places, apart=queries.shape[1] > 1)
+            return whole(queries, positions, first, seen, places, apart=merged and queries.shape[1] > 1)
 
         index = jnp.sum(jnp.max(positions) >= jnp.array(lengths, jnp.int32))
         branches = [functools.partial(read, length) for length in (*lengths, slots)]

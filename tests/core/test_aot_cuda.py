@@ -48,6 +48,13 @@ def test_the_kernels_of_a_verification(drafted, bits):
     assert found["weight_copies"] == found["dequantised_weights"] == found["cache_copies"] == 0
 
 
+def test_the_kernels_of_a_tree():
+    """As many as there were when this was written, or fewer: a layer's, two that move its path, and the others."""
+    found = compiled("h100", "token-recycling", {"tree": "64x8"})
+    assert found["kernels_per_layer"] <= 17
+    assert found["kernels_per_round"] <= (17 + 2) * L + 44
+
+
 def test_plain_decoding_on_several_gpus():
     """Two exchanges a layer; what is gathered is the largest logits alone, and not the embedding."""
     found = compiled("h100:2", "autoregressive", {})

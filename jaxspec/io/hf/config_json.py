@@ -114,7 +114,7 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type {shown(kind)} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {shown(kind)} is not supported, only {', '.join(FAMILIES)}")
     if kind == "mistral" and content.get("layer_types") is not None:
         kind = "ministral"  # as in transformers, where all layers of a Mistral have the same type
     family = FAMILIES[kind]
