@@ -18,7 +18,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
-    ".": 1005,
+    ".": 1007,
     "cli": 823,
     "console": 972,
     "costs": 246,
@@ -31,7 +31,7 @@ LINES = {
     "loading": 492,
     "measuring": 6470,
     "methods": 1490,
-    "model": 2135,
+    "model": 2161,
     "programs": 1146,
     "serving": 2295,
     "session": 1187,
