@@ -269,7 +269,8 @@ def attention(
     mixed, layer_cache = attended(config, p, qkv, turns, attend, layer_cache)
     mixed = mixed.reshape(batch, length, config.num_heads * hd)
     if residual is None:
-        return linear(mixed, p["out"], p.get("out_bias"), exact=config.exact), layer_cache
+        exact, parts = config.exact, config.held_kv_heads
+        return linear(mixed, p["out"], p.get("out_bias"), exact=exact, parts=parts), layer_cache
     return _added(config, p, residual, mixed, "out", keep), layer_cache
 
 
@@ -341,9 +342,10 @@ def _added(
 ) -> jax.Array:
     """Returns the residual stream with the output of a sublayer added, the product of x with the matrix `name`."""
     bias, exact = p.get(f"{name}_bias"), config.exact
+    parts = {"out": config.held_kv_heads, "down": config.intermediate_size}[name]
     if "post_norm" not in p and config.residual_multiplier == 1:
-        return added_linear(hidden, x, p[name], bias, keep=keep, exact=exact)
-    write = linear(x, p[name], bias, exact=exact)
+        return added_linear(hidden, x, p[name], bias, keep=keep, exact=exact, parts=parts)
+    write = linear(x, p[name], bias, exact=exact, parts=parts)
     if "post_norm" in p:
         write = _norm(config, write, p["post_norm"])
     return added(hidden, write * config.residual_multiplier, keep, exact)

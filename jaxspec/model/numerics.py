@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxspec.model.lora import Adapted
@@ -31,6 +32,8 @@ SUMMED, PRODUCTS, ATTENTION, INTERPRETED = "summed", "products", "attention", "i
 # the device.
 KERNELS = jax.make_user_context(frozenset[str]())
 SUMMED_ROWS = 9
+# The mesh of a trace, None for one device; set likewise. Products that contract over its axis `model` use it.
+MESH = jax.make_user_context(None)
 # The largest magnitude of a float16 operand of a product: half of float16's range.
 LARGEST_HALF = 2.0**15
 
@@ -58,6 +61,7 @@ def linear(
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
     exact: bool = False,
+    parts: int = 1,
 ) -> jax.Array:
     """Returns x [..., I] times weight [*O, I], plus bias [*O], as [..., *O].
 
@@ -67,11 +71,13 @@ def linear(
     nor on their number, on a CPU: XLA's kernel for two rows or more sums each row in the same order. With the weights
     on the left, as in `_few_rows`, the order depends on the number of rows, which is therefore fixed.
 
-    A float32 x is rounded to a float16 weight's dtype for the product, see `_rounded_product`.
+    A float32 x is rounded to a float16 weight's dtype for the product, see `_rounded_product`. The I inputs are divided
+    over the axis `model` of a mesh if its size divides `parts`.
     """
     out_dtype = out_dtype or x.dtype
     if isinstance(weight, Adapted):
-        return linear(x, weight.base, bias, out_dtype, exact) + _low_rank(x, weight, exact).astype(out_dtype)
+        base = linear(x, weight.base, bias, out_dtype, exact, parts)
+        return base + _low_rank(x, weight, exact).astype(out_dtype)
     if isinstance(weight, Quantised):
         if weight.outliers is not None:
             y = _int8_product(x, weight.packed, weight.outliers)
@@ -79,7 +85,7 @@ def linear(
             # An unscaled result may exceed the range of float16.
             between = jnp.float32 if out_dtype == jnp.float16 else out_dtype
             whole = weight.values().astype(jnp.float16 if weight.dtype == jnp.float16 else x.dtype)
-            y = linear(x, whole, out_dtype=between, exact=exact)
+            y = linear(x, whole, out_dtype=between, exact=exact, parts=parts)
         scale = weight.scale.astype(y.dtype)
         scaled: jax.Array = (y * scale).astype(out_dtype)
         if exact:
@@ -89,7 +95,7 @@ def linear(
     product = functools.partial(_product, out_dtype=out_dtype)
     special: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if rows == 1:
-        special["tpu"] = functools.partial(_one_row, out_dtype=out_dtype)
+        special["tpu"] = functools.partial(_one_row, out_dtype=out_dtype, parts=parts)
     if rows <= SUMMED_ROWS and SUMMED in KERNELS.value:
         special["cuda"] = functools.partial(_summed, out_dtype=out_dtype)
     if x.dtype == weight.dtype == jnp.float32 and exact:
@@ -145,13 +151,14 @@ def added_linear(
     *,
     keep: jax.Array | None = None,
     exact: bool = False,
+    parts: int = 1,
 ) -> jax.Array:
-    """Returns residual + `linear(x, weight, bias)`, [B, T, D]; `keep` as in `added`."""
+    """Returns residual + `linear(x, weight, bias)`, [B, T, D]; `keep` as in `added`, `parts` as in `linear`."""
     if keep is None:
         made = _by_kernel(x, weight, bias, exact, residual=residual, out_dtype=x.dtype)
         if made is not None:
             return made
-    return added(residual, linear(x, weight, bias, exact=exact), keep, exact)
+    return added(residual, linear(x, weight, bias, exact=exact, parts=parts), keep, exact)
 
 
 def added(residual: jax.Array, write: jax.Array, keep: jax.Array | None, exact: bool) -> jax.Array:
@@ -254,10 +261,22 @@ def _summed(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     return jnp.stack(each).reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
 
 
-def _one_row(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    """Returns `_product` of one row on a TPU, see `filled`."""
-    y = filled(functools.partial(_product, out_dtype=out_dtype), x.reshape(1, -1), weight)
-    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
+def _one_row(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike, parts: int = 1) -> jax.Array:
+    """Returns `_product` of one row on a TPU, see `filled`; `parts` as in `linear`."""
+    row, mesh = x.reshape(1, -1), MESH.value
+    product = functools.partial(filled, functools.partial(_product, out_dtype=out_dtype))
+    chips = 1 if mesh is None else mesh.shape.get("model", 1)
+    if chips > 1 and parts % chips == 0:
+        # Without this, the chips would exchange the rows of zeros too.
+        inputs = (PartitionSpec(*[None] * (of.ndim - 1), "model") for of in (row, weight))
+        y = jax.shard_map(
+            lambda row, weight: jax.lax.psum(product(row, weight), "model"),
+            mesh=mesh, in_specs=tuple(inputs), out_specs=PartitionSpec(), axis_names={"model"},
+        )(row, weight)  # fmt: skip
+    else:
+        y = product(row, weight)
+    whole: jax.Array = y.reshape(*x.shape[:-1], *weight.shape[:-1])
+    return whole
 
 
 def filled(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
-from jaxspec.model.numerics import SUMMED
+from jaxspec.model.numerics import KERNELS, MESH, SUMMED
 from jaxspec.model.quantisation import is_quantised
 from jaxspec.programs import kernel_check
 
@@ -66,6 +69,20 @@ def kernels(args: Any) -> frozenset[str]:
     dtypes = {str(getattr(leaf, "dtype", "")) for leaf in leaves} & {"bfloat16", "float16"}
     int8 = any(is_quantised(leaf) and leaf.bits == 8 for leaf in leaves)
     return kernel_check.passed(devices[0], dtypes.pop(), int8) if len(dtypes) == 1 else frozenset()
+
+
+@contextlib.contextmanager
+def tracing(args: Any, names: frozenset[str]) -> Iterator[None]:
+    """Enters the context in which a program is traced, which sets `numerics.KERNELS` and `numerics.MESH`.
+
+    Args:
+      args: the arguments of the program, as in `compiler_options`.
+      names: the kernels, see `kernels`.
+    """
+    shardings = (getattr(one, "sharding", None) for one in jax.tree.leaves(args))
+    mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding)), None)
+    with KERNELS(names), MESH(mesh):
+        yield
 
 
 def has_bfloat16(device: jax.Device) -> bool:

@@ -21,10 +21,9 @@ import jax
 from jaxspec.host import stages
 from jaxspec.host.progress import Progress, duration
 from jaxspec.host.stages import stage
-from jaxspec.model.numerics import KERNELS
 from jaxspec.programs import background, compilation_cache, jax_settings, memory, stored_programs
 from jaxspec.programs.background import Worker
-from jaxspec.programs.compiler_options import compiler_options, kernels
+from jaxspec.programs.compiler_options import compiler_options, kernels, tracing
 from jaxspec.programs.stored_programs import Key
 
 _LOG = logging.getLogger(__name__)
@@ -383,7 +382,7 @@ def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
     began = time.perf_counter()
 
     def compiled(names: frozenset[str]) -> tuple[Any, Any]:
-        with KERNELS(names):
+        with tracing(args, names):
             lowered = function.lower(*args, **static)
         background.go_on()
         with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():

@@ -108,6 +108,9 @@ def test_plain_decoding_on_several_chips(topology):
     found = compiled(topology, "autoregressive", {})
     assert found["cache_copies"] == found["weight_copies"] == 0
     assert found["collectives"] == {"all-reduce": EMBED + L * LAYER + HEAD}
+    # Single rows, without the rows of zeros that fill a register; and a few numbers of each chip.
+    rows, chips = (EMBED + L * LAYER) * 2 * 256, parse_topology(topology).num_devices
+    assert rows < found["cycles"]["exchanged_bytes"] <= rows + HEAD * 4 * chips
 
 
 def test_a_tree_takes_little_more_than_a_step():

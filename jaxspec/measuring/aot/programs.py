@@ -29,12 +29,11 @@ from jaxspec.methods.resources import LoadedModel, ModelLike
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.model.numerics import KERNELS
 from jaxspec.model.quantisation import is_quantised, shardings_for
 from jaxspec.model.sharding import param_shardings, state_shardings
 from jaxspec.programs import compiled
 from jaxspec.programs.buckets import bucket
-from jaxspec.programs.compiler_options import compiler_options, kernels
+from jaxspec.programs.compiler_options import compiler_options, kernels, tracing
 from jaxspec.protocol import Drafter, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 from jaxspec.texts.requests import RowRequest
@@ -160,7 +159,7 @@ class Programs:
 
     def prefill(self) -> Any:
         """Returns the lowered prefill (`jax.stages.Lowered`)."""
-        with KERNELS(self.kernels):
+        with tracing(self.weights, self.kernels):
             return compiled.prefill.lower(self.weights, self.parts, self.request, **self.static)
 
     def rounds(self) -> Any:
@@ -168,7 +167,7 @@ class Programs:
         batch = self.request.length.shape[0]
         limits = self.place.put((jnp.int32(0), jnp.zeros(batch, bool)))
         static = compiled.rounds_static(self.config, self.parts.drafter, self.static["mesh"])
-        with KERNELS(self.kernels):
+        with tracing(self.weights, self.kernels):
             return compiled.run_rounds.lower(self.weights, self.parts, self.state, *limits, **static)
 
     def cache_shapes(self) -> set[tuple[int, ...]]:
