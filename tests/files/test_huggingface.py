@@ -315,7 +315,7 @@ def test_sliding_windows(tmp_path):
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported, only llama, exaone, ",
+            "model_type 'gpt2' is not supported; supported: llama, ",
         ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),

@@ -31,6 +31,8 @@ ACTIVATIONS: Mapping[str, Literal["silu", "gelu_tanh"]] = {
 }
 # The smallest ε that is nonzero in float32 and keeps a norm of zeros finite.
 MIN_EPSILON = 1e-30
+# Families that a message names.
+_MOST_NAMED = 6
 
 
 def read_config(directory: str | Path) -> LlamaConfig:
@@ -114,7 +116,11 @@ def config_from(content: Mapping[str, Any], more_eos_ids: Sequence[int] = ()) ->
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type {shown(kind)} is not supported, only {', '.join(FAMILIES)}")
+        some = ", ".join([*FAMILIES][:_MOST_NAMED])
+        raise ValueError(
+            f"model_type {shown(kind)} is not supported; supported: {some} and {len(FAMILIES) - _MOST_NAMED} others, "
+            "which README names"
+        )
     if kind == "mistral" and content.get("layer_types") is not None:
         kind = "ministral"  # as in transformers, where all layers of a Mistral have the same type
     family = FAMILIES[kind]
