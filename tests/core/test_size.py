@@ -27,7 +27,7 @@ LINES = {
     "engine": 1311,
     "heads": 2402,
     "host": 698,
-    "io": 4071,
+    "io": 4076,
     "loading": 492,
     "measuring": 6470,
     "methods": 1490,
