@@ -8,6 +8,7 @@ cache beside the stored programs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import pickle
@@ -60,7 +61,9 @@ class ReadyWeights:
             of = [(one.name, one.stat()) for one in found]
             # A copy may keep the time of its content, but not that of its last change.
             status = [(name, now.st_size, now.st_mtime_ns, now.st_ctime_ns) for name, now in of]
-            self._made_from = repr((version, config.plain, status))
+            # The dtype of the cache is no property of the weights.
+            plain = dataclasses.replace(config.plain, kv_cache_dtype="auto")
+            self._made_from = repr((version, plain, status))
             return
         self._path = None  # a file cannot be read; the reader of the model says so
 

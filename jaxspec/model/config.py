@@ -243,4 +243,6 @@ class LlamaConfig:
         windows, rotated = self.sliding_windows[:num_layers], self.rotated[:num_layers]
         # The form in which a saved model is read back.
         windows, rotated = windows if any(windows) else (), () if all(rotated) else rotated
-        return dataclasses.replace(self, num_layers=num_layers, sliding_windows=windows, rotated=rotated)
+        theta = self.window_rope_theta if windows else None
+        changed: dict[str, Any] = {"sliding_windows": windows, "rotated": rotated, "window_rope_theta": theta}
+        return dataclasses.replace(self, num_layers=num_layers, **changed)

@@ -328,6 +328,11 @@ def test_sliding_windows(tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for a llama"),
+        (
+            {"model_type": "smollm3", "sliding_window": 4, "layer_types": ["sliding_attention"] * 3},
+            "needs sliding_window and use_sliding_window",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\)"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
@@ -590,6 +595,20 @@ def test_files_that_are_not_weights(tmp_path):
     with pytest.raises(ValueError, match=r"no \*\.safetensors weights.*save_pretrained") as error:
         huggingface.load_params(tmp_path, BASE, jnp.float32)
     one_line(error)
+
+
+def test_choices_of_layers_that_a_cut_or_a_dtype_leaves_without_use(tmp_path):
+    """A cut model whose layers have no window, an EXAONE without one, and a cache in int8, which no file has."""
+    layers = ["full_attention", "sliding_attention", "full_attention"]
+    for kind in ("gemma3_text", "olmo3", "exaone4"):
+        own = {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": layers}
+        config = huggingface.read_config(write_config(tmp_path, model_type=kind, head_dim=2, **own))
+        assert config.truncated(1).window_rope_theta is None
+        config_json.config_json(config.truncated(1), "float32")
+    own = {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": ["full_attention"] * 3}
+    whole = huggingface.read_config(write_config(tmp_path, model_type="exaone4", **own))
+    assert whole.rotated == (False,) * 3
+    config_json.config_json(dataclasses.replace(BASE, kv_cache_dtype="int8"), "float32")
 
 
 def test_what_cannot_be_saved(tmp_path):

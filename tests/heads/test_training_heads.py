@@ -460,7 +460,13 @@ def test_the_options_of_a_run_start_it_again_and_every_kind_can_be_chosen(folder
         command.Options, ["--config", str(folder / "run-whole" / "options.yaml")], "heads"
     )
     given = arguments(folder, "whole", "--steps", "12", "--draft-vocab-size", "120")
-    given += ["--weight-decay", "0.1", "--accumulate", "1"]  # the record has the defaults of the start
+    given += [
+        "--plot",
+        "--weight-decay",
+        "0.1",
+        "--accumulate",
+        "1",
+    ]  # the record has the defaults of the start
     assert again == option_files.parse(command.Options, given, "heads")
     assert list(kinds.KINDS) == list(typing.get_args(typing.get_type_hints(command.Options)["kind"]))
 

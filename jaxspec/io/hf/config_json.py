@@ -220,9 +220,9 @@ def config_json(
 
 def _check_written(config: LlamaConfig, content: Mapping[str, Any]) -> None:
     """Refuses a configuration that its `model_type` cannot express: what is read again differs."""
-    again = config_from(content)
+    again, plain = config_from(content), dataclasses.replace(config.plain, kv_cache_dtype="auto")
     for field in dataclasses.fields(config):
-        value, found = getattr(config.plain, field.name), getattr(again, field.name)
+        value, found = getattr(plain, field.name), getattr(again, field.name)
         same = (
             math.isclose(value, found, rel_tol=1e-12)
             if type(value) is type(found) is float

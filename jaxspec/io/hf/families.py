@@ -149,12 +149,16 @@ def _written_ministral(config: LlamaConfig) -> dict[str, Any]:
     return {**keys, "sliding_window": keys["sliding_window"] or config.max_position_embeddings}
 
 
+# The keys without which a Qwen has no window.
+_BOTH = "sliding_window and use_sliding_window"
+
+
 def _qwen(values: Values) -> dict[str, Any]:
     slides = values.get("sliding_window") is not None and flag(values, "use_sliding_window")
     first = whole({"max_window_layers": 28, **values}, "max_window_layers", 0) if slides else 0
     types = _pattern(values, lambda layer: not slides or layer < first)
     given = values if slides else {}
-    return {"sliding_windows": _windows(given, types, "sliding_window and use_sliding_window")}
+    return {"sliding_windows": _windows(given, types, _BOTH)}
 
 
 def _written_qwen(config: LlamaConfig) -> dict[str, Any]:
@@ -174,7 +178,7 @@ def _smollm3(values: Values) -> dict[str, Any]:
     return {
         **_biases(values),
         "rotated": () if all(rotated) else tuple(map(bool, rotated)),
-        "sliding_windows": _windows(values, types) if slides else (),
+        "sliding_windows": _windows(values if slides else {}, types, _BOTH),
     }
 
 
@@ -234,7 +238,7 @@ def _exaone4(values: Values) -> dict[str, Any]:
         "qk_norm": True,
         "sliding_windows": windows,
         # Layers that see the whole text do not rotate, if there are windows.
-        "rotated": () if not slides or all(windows) else tuple(one == SLIDING for one in types),
+        "rotated": () if not slides or FULL not in types else tuple(one == SLIDING for one in types),
     }
 
 
@@ -268,7 +272,9 @@ def _gemma2(values: Values, every: int = 2) -> dict[str, Any]:
 
 def _gemma3(values: Values) -> dict[str, Any]:
     every = whole({"sliding_window_pattern": 6, **values}, "sliding_window_pattern")
-    return _gemma2(values, every) | {"qk_norm": True}
+    own = _gemma2(values, every)
+    # transformers reads the cap of attention, and does not apply it.
+    return own | {"qk_norm": True, "scores": Scores(own["scores"].scale)}
 
 
 def _written_gemma2(config: LlamaConfig) -> dict[str, Any]:
@@ -283,6 +289,8 @@ def _written_gemma2(config: LlamaConfig) -> dict[str, Any]:
 
 
 _WINDOWS = _words("sliding_window layer_types")
+# Published files name code of their own, which transformers has replaced.
+_REMOTE = frozenset({"auto_map"})
 _BIASES = _words("attention_bias mlp_bias")
 _CAPS = _words("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar attention_bias")
 _QWEN_WINDOWS = _WINDOWS | _words("use_sliding_window max_window_layers")
@@ -326,6 +334,7 @@ FAMILIES: Mapping[str, Family] = {
             "layer_norm_epsilon": "rms_norm_eps",
             "activation_function": "hidden_act",
         },
+        keys=_BIASES | _REMOTE,
         renamed=(
             (r"^transformer\.wte\.", "model.embed_tokens."),
             (r"^transformer\.h\.", "model.layers."),
@@ -343,6 +352,7 @@ FAMILIES: Mapping[str, Family] = {
         _LLAMA,
         defaults=_usual(128512, 10240, 32768, 1, 2, num_hidden_layers=48, num_key_value_heads=2, head_dim=128)
         | {"rms_norm_eps": 1e-5},
+        keys=_BIASES | _REMOTE,
         aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     ),
     "iquestcoder": dataclasses.replace(
@@ -440,7 +450,7 @@ FAMILIES: Mapping[str, Family] = {
         "Phi3ForCausalLM",
         _usual(32064, 8192, 4096, 1, 32000, hidden_size=3072, num_key_value_heads=None, rms_norm_eps=1e-5)
         | {"original_max_position_embeddings": 4096},
-        frozenset({"sliding_window"}),
+        _REMOTE | _words("sliding_window partial_rotary_factor full_attn_mod interpolate_factor"),
         _one_window,
         _written_window,
         synonyms={"su": "longrope", "yarn": "longrope"},
@@ -449,7 +459,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": Family(
         "GemmaForCausalLM",
         _GEMMA,
-        frozenset({"attention_bias"}),
+        _words("attention_bias hidden_activation"),  # of which transformers reads `hidden_act` only
         _gemma,
         lambda config: {"attention_bias": config.qkv_bias},
         synonyms={"gelu": "gelu_pytorch_tanh"},  # of published files
@@ -485,7 +495,7 @@ FAMILIES: Mapping[str, Family] = {
         _usual(151552, 13696, 131072, None, [151329, 151336, 151338], num_hidden_layers=40, head_dim=128)
         | {"num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5}
         | {"attention_bias": True},
-        frozenset({"attention_bias"}),
+        _words("attention_bias partial_rotary_factor"),
         lambda values: {"norm_placement": "sandwich", "qkv_bias": flag(values, "attention_bias")},
         lambda config: {"attention_bias": config.qkv_bias},
         names={

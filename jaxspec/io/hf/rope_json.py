@@ -19,24 +19,31 @@ MAX_THETA = 1e30
 def read_ropes(family: Family, config: LlamaConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of RoPE, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     # In transformers a non-empty `rope_scaling` has precedence over `rope_parameters`.
-    rope = section(values, "rope_scaling") or section(values, "rope_parameters")
-    of_windows: Mapping[str, Any] = {}
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        if not family.window_rope:
+    flat, given = section(values, "rope_scaling"), section(values, "rope_parameters")
+    nothing: Mapping[str, Any] = {}
+    rope, of_windows = flat or given, nothing
+    if any(isinstance(value, Mapping) for value in (*flat.values(), *given.values())):
+        if not family.window_rope or any(isinstance(value, Mapping) for value in flat.values()):
             raise ValueError(
                 "rope_parameters that differ by layer type are not supported; give one set for all"
             )
-        rope, of_windows = section(rope, FULL), section(rope, SLIDING)
+        rope, of_windows = {**section(given, FULL), **flat}, section(given, SLIDING)
     theta = _theta(rope, values, family.rope_theta)
     dim = int(config.head_dim * _part(rope, values))
     scaling = _read_scaling(family, rope, values, config.max_position_embeddings, dim // 2)
     fields = {"rope_theta": theta, "rope_scaling": scaling}
     if dim != config.head_dim:
+        if "partial_rotary_factor" not in family.keys:  # transformers ignores it
+            raise ValueError(
+                f"partial_rotary_factor {dim / config.head_dim:g} is not supported for a {config.model_type}; "
+                "supported: 1.0"
+            )
         fields["rotary_dim"] = dim
     if family.window_rope:
         if (kind := _kind(of_windows)) != "default":
             raise ValueError(f"rope type {shown(kind)} of {SLIDING} is not supported; supported: default")
-        base = _theta(of_windows, values, family.window_theta or theta, "rope_local_base_freq")
+        key = "rope_local_base_freq"
+        base = _theta(of_windows, values if key in family.keys else {}, family.window_theta or theta, key)
         if any(config.sliding_windows) and (base != theta or scaling is not None):
             fields["window_rope_theta"] = base
     return fields

@@ -18,6 +18,7 @@ from jaxspec.host.files import read_json, write_json
 from jaxspec.host.messages import shown
 from jaxspec.host.processor import processor
 from jaxspec.host.user_cache import user_cache
+from jaxspec.io.methods.method_files import identity
 from jaxspec.io.records import record
 from jaxspec.model.config import LlamaConfig
 
@@ -46,9 +47,9 @@ def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dic
       A dictionary of JSON values. For a CPU it includes the processor's name and the number of usable cores, because
       the device kind does not identify a CPU.
     """
-    shape = {name: value for name, value in dataclasses.asdict(config).items() if name not in _TEXT_FIELDS}
-    if config.kv_cache_dtype == "auto":  # files of earlier versions do not have it
-        del shape["kv_cache_dtype"]
+    # The files of earlier versions have these fields whatever their values.
+    shape = {"qk_norm": config.qk_norm, "kv_copies": config.kv_copies} | identity(config)
+    shape = {name: value for name, value in shape.items() if name not in _TEXT_FIELDS}
     found: dict[str, Any] = {
         "device": device_kind,
         "platform": platform,

@@ -101,7 +101,7 @@ def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = N
     fingerprint of the original, and uses the same files. A model with an adapter has another one.
     """
     params, adapters = unadapted(params)
-    shape = {name: value for name, value in _identity(config.plain).items() if name not in _TEXT_FIELDS}
+    shape = {name: value for name, value in identity(config.plain).items() if name not in _TEXT_FIELDS}
     digest = hashlib.sha256(repr(sorted(shape.items())).encode())
     read = None if sampled is None else [row for name, _, _ in leaves(config) for row in sampled[name]]
     if read is None and config.kv_copies == 1 and all(map(_on_host, jax.tree.leaves(params))):
@@ -114,10 +114,13 @@ def fingerprint(config: LlamaConfig, params: Params, sampled: Sampled | None = N
     return digest.hexdigest()[:16]
 
 
-def _identity(record: Any) -> dict[str, Any]:
-    """Returns the fields of a configuration, and of the records in it, that are part of a model's identity."""
+def identity(record: Any) -> dict[str, Any]:
+    """Returns the fields of a configuration, and of the records in it, in which models differ.
+
+    A field that is newer than the first files is part of it if its value is not the default.
+    """
     return {
-        field.name: _identity(value) if dataclasses.is_dataclass(value) else value
+        field.name: identity(value) if dataclasses.is_dataclass(value) else value
         for field in dataclasses.fields(record)
         if (value := getattr(record, field.name)) != field.default or field.name in _FIRST_FIELDS
     }
