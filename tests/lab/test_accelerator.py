@@ -225,7 +225,7 @@ def test_every_part_measures(few, capsys, tmp_path, tmp_path_factory):
     assert list(by_name) == [
         *("device", "texts float32", "texts bfloat16", "texts float16", "steps float32", "steps bfloat16"),
         *("prompts", "eagle tree 15x4", "auto", "heads", "steps int8", "texts int8"),
-        *("own texts", "training", "s2d", "ngram"),
+        *("steps int8 cache", "texts int8 cache", "own texts", "training", "s2d", "ngram"),
     ]
     assert by_name["device"]["measured_bandwidth"] > 0
     for setting in ("float32", "bfloat16", "float16"):
@@ -239,6 +239,7 @@ def test_every_part_measures(few, capsys, tmp_path, tmp_path_factory):
     # Two layers of norms, (2 + 2) · 8 rows of queries, keys and values, 2 · 8 columns out, an MLP; last norm, head.
     assert floor["floor_bytes"] == 4 * (2 * (16 * (2 + 32 + 16) + 3 * 16 * 32) + 16 + 64 * 16)
     assert by_name["steps int8"]["floor_bytes"] < floor["floor_bytes"]
+    assert by_name["texts int8 cache"]["dtype"] == "float32, int8 cache"
     assert list(by_name["prompts"]["prompts"]) == ["64", "256"]
     assert by_name["prompts"]["live_in_longest"] > 0
     (row,) = by_name["eagle tree 15x4"]["results"]
