@@ -145,55 +145,49 @@ def row_of(reports, page):
     return next(line for line in rows if line.startswith("| It is")).split(" | ")
 
 
+def judged(holds, low=0.9, high=1.3, model="large"):
+    return results.Judged(model, claim(holds, "float32") | {"figure": {"interval": [low, high]}})
+
+
 @pytest.mark.parametrize(
-    ("here", "expected"),
+    ("cases", "expected"),
     [
-        (True, f"{results.HOLDS}: 1 of 1; here: 1 of 1"),
-        (None, f"{results.AT_COSTS}: 1 of 1; here: 0 of 1"),
-        (False, f"{results.AT_COSTS}: 1 of 1; here: 0 of 1, not 1"),
+        ([judged(True), judged(True)], f"{results.HOLDS}: 2 of 2"),
+        ([judged(False), judged(False)], f"{results.DOES_NOT}: 0 of 2, not 2"),
+        ([judged(None), judged(None)], f"{results.UNKNOWN}: 0 of 2"),
+        ([judged(True), judged(False), judged(None)], f"{results.UNKNOWN}: 1 of 3, not 1"),
+        ([judged(None, 0.98, 1.05), judged(True, 1.01, 1.02)], "no difference above 5 %: 1 of 2"),
+        ([judged(None, 0.92, 1.05)], "no difference above 8 %: 0 of 1"),
+        ([judged(None, 0.919, 1.05)], f"{results.UNKNOWN}: 0 of 1"),
+        # Disturbed times decide nothing.
+        ([judged(True), judged(False, model="small")], f"{results.HOLDS}: 1 of 1"),
+        ([judged(False, model="small")], results.UNJUDGED),
+        ([], results.UNJUDGED),
     ],
 )
-def test_a_row_has_times_counts_and_a_verdict(here, expected):
+def test_verdicts(cases, expected):
+    assert results.verdict(cases) == expected
+
+
+def test_a_row_has_a_verdict_for_the_costs_and_for_the_times():
     counts = report(claim(True, "free rows", 1.2), claim(True, "Llama 1B", 1.15, 1.16))
-    reports = {"adaspeed-large": counts, "adaspeed-large-times": report(claim(here))}
-    assert row_of(reports, "results.md")[1:] == [
-        re.split("[:;] ", expected)[0],
-        "Llama 1B: 1.16",
-        "`large`, Llama 1B: 1.15 (1.10–1.20) |",
-    ]
+    reports = {"adaspeed-large": counts, "adaspeed-large-times": report(claim(False))}
+    held, refuted = f"{results.HOLDS}: 1 of 1", f"{results.DOES_NOT}: 0 of 1, not 1"
+    figure = "`large`, Llama 1B: 1.15 (1.10–1.20)"
+    assert row_of(reports, "results.md")[1:] == [held, refuted, "Llama 1B: 1.16", f"{figure} |"]
     assert row_of(reports, "results/adaspeed.md")[1:] == [
-        expected,
         "Llama 1B: 1.16",
-        "`large`, float32: 1.10 (1.05–1.15)",
         "`large`: 1.20 (1.15–1.25)",
-        "`large`, Llama 1B: 1.15 (1.10–1.20) |",
+        f"{held}<br>{figure}",
+        f"{refuted}<br>`large`, float32: 1.10 (1.05–1.15) |",
     ]
 
 
-@pytest.mark.parametrize(
-    ("costs", "expected"),
-    [
-        ([True, True], f"{results.AT_COSTS}: 2 of 2"),
-        ([False, False], f"{results.DOES_NOT}: 0 of 2, not 2"),
-        ([None, None], f"{results.UNKNOWN}: 0 of 2"),
-        ([None, False], f"{results.UNKNOWN}: 0 of 2, not 1"),
-        ([True, False, None], f"{results.UNKNOWN}: 1 of 3, not 1"),
-    ],
-)
-def test_without_times_the_counts_decide(costs, expected):
-    assert results.verdict([], costs) == expected
-
-
-def test_a_claim_without_costs_holds_or_not():
-    for found, expected in (
-        ([True, True], f"{results.HOLDS}: 2 of 2"),
-        ([True, False], f"{results.UNKNOWN}: 1 of 2, not 1"),
-    ):
-        reports = {
-            f"asd-{model}": report(claim(holds, "", 0.011, 0.012))
-            for model, holds in zip(("large", "small"), found, strict=True)
-        }
-        assert row_of(reports, "results/asd.md")[1:3] == [expected, "0.012"]
+def test_a_claim_that_the_design_cannot_decide_has_no_verdict():
+    (says,) = results.UNTESTED
+    found = results.pages({"adaspeed-large": report(claim(None) | {"says": says}, claim(True))})
+    assert found["results.md"].count(says) == 1
+    assert f"| {says} | {results.UNTESTED[says]} |" in found["results.md"]
 
 
 def test_each_table_has_all_its_notes():
@@ -204,13 +198,11 @@ def test_each_table_has_all_its_notes():
 
 
 def test_a_claim_of_times_only_has_a_row():
-    reports = {"s2d-small": report(), "s2d-small-int8": report(claim(False))}
-    assert row_of(reports, "results.md")[1:] == [
-        "**does not hold**",
-        "–",
-        "`small`, int8: 1.10 (1.05–1.15) |",
-    ]
-    assert row_of(reports, "results/s2d.md")[1] == "**does not hold**; here: 0 of 1, not 1"
+    reports = {"s2d-large": report(), "s2d-large-times": report(claim(False))}
+    refuted = f"{results.DOES_NOT}: 0 of 1, not 1"
+    figure = "`large`, float32: 1.10 (1.05–1.15)"
+    assert row_of(reports, "results.md")[1:] == ["–", refuted, "–", f"{figure} |"]
+    assert row_of(reports, "results/s2d.md")[-1] == f"{refuted}<br>{figure} |"
 
 
 def test_a_claim_of_several_figures_has_its_reason_beside_the_tables():
