@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.papers.tables import Cell, Claim, more_than
 from benchmarks.papers.workbench import Measured, Workbench
 from jaxspec.measuring.bench.comparison import BASELINE
-from jaxspec.measuring.bench.speed import indices, spread
+from jaxspec.measuring.bench.speed import spread, weights
 from jaxspec.measuring.tuning.fitness_report import FITNESS_NAME
 
 COLUMN = "right, %"
@@ -56,7 +56,7 @@ def accuracies(models: Sequence[tuple[Workbench, Measured]]) -> Accuracies:
     answered = [_answered(measured) for _, measured in models]
     right = [one for one, _ in answered]
     if all(map(len, right)):
-        drawn = [100 * one[indices(kinds, DRAWS)].mean(axis=1) for one, kinds in answered]
+        drawn = [100 * weights(kinds, DRAWS) @ one / len(one) for one, kinds in answered]
         count = f"{len(right[0])} prompts" if len(right[0]) > 1 else "1 prompt"
         return Accuracies(
             tuple(

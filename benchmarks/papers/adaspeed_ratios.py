@@ -13,6 +13,7 @@ from benchmarks.papers.rules import Rounds
 from benchmarks.papers.tables import FREE, Claim, Table
 from benchmarks.papers.workbench import Workbench
 from jaxspec.costs.rounds import DraftCost
+from jaxspec.measuring.bench.speed import weights
 from jaxspec.methods.base import share_of_step
 
 # The share of a step's bytes that the output head has in the paper's models, of which it measured LayerSkip's versions:
@@ -102,7 +103,7 @@ class _Greedy:
         best = {}
         for rule in SWEPT:
             own = [case for case in self.tuning if self.cases[case].rule == rule]
-            speeds = np.stack([column.drawn(self.tuning[case], self.kinds) for case in own])
+            speeds = np.stack([column.drawn(self.tuning[case], weights(self.kinds)) for case in own])
             best[rule] = np.array([self.cases[case].exit_layer for case in own])[speeds.argmax(axis=0)]
         found, *draws = best["product"] < np.minimum(best["constant"], best["confidence"])
         share = float(np.mean(draws))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
-from jaxspec.measuring.bench.speed import indices, spread
+from jaxspec.measuring.bench.speed import spread, weights
 from jaxspec.measuring.tuning.inspection import SUBLAYERS
 
 # Llama-2-13B on CNN/DM: attention, MLP.
@@ -27,7 +27,7 @@ def tables(similarities: np.ndarray, kinds: Sequence[str]) -> tuple[Table, list[
       similarities: float[P, L, 2], of each prompt and attention and MLP sublayer.
       kinds: task type of each prompt.
     """
-    by_layer = similarities[indices(kinds)].mean(axis=1)
+    by_layer = np.tensordot(weights(kinds), similarities, 1) / len(kinds)
     drawn = {name: compute(by_layer, axis=1) for name, compute in _STATISTICS.items()}
 
     def cell(values: np.ndarray, paper: float) -> Cell:

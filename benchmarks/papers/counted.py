@@ -14,11 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.papers.tables import Cell, Claim, Row, Table, more_than
-from jaxspec.host.messages import counted
-from jaxspec.measuring.bench.speed import indices, spread
-
-# The number of texts below which the bootstrap's intervals are noticeably too narrow.
-ENOUGH = 20
+from jaxspec.measuring.bench.speed import spread, weights
 
 
 class Case(NamedTuple):
@@ -64,21 +60,20 @@ class Column:
         cost = work.rounds.sum() + work.passes.sum(axis=0) @ np.asarray(self.prices, np.float64)
         return float(work.tokens.sum() / cost)
 
-    def drawn(self, work: Work, kinds: Sequence[str]) -> np.ndarray:
+    def drawn(self, work: Work, weighted: np.ndarray) -> np.ndarray:
         """Returns the speed-up over plain decoding, and on each draw of the bootstrap, float64[1 + draws].
 
         Args:
           work: the counts.
-          kinds: task type of each text; every draw has the same number of each, see `speed.indices`.
+          weighted: float64[1 + draws, N], the weight of each text, see `speed.weights`.
 
         Examples:
           >>> work = Work(np.array([9, 9]), np.array([3, 3]), np.array([[6.0], [6.0]]))
-          >>> float(Column("half", [0.5]).drawn(work, ["a", "a"])[0])
+          >>> float(Column("half", [0.5]).drawn(work, np.ones((1, 2)))[0])
           1.5
         """
         cost = work.rounds + work.passes @ np.asarray(self.prices, np.float64)
-        chosen = indices(kinds)
-        ratios: np.ndarray = work.tokens[chosen].sum(axis=1) / cost[chosen].sum(axis=1)
+        ratios: np.ndarray = (weighted @ work.tokens) / (weighted @ cost)
         return ratios
 
 
@@ -100,7 +95,7 @@ class Counted:
 
     def drawn(self, row: str, column: Column) -> np.ndarray:
         """Returns the speed-up of a row, see `Column.drawn`."""
-        return column.drawn(self.reporting[self.chosen[row][column.heading]], self.kinds)
+        return column.drawn(self.reporting[self.chosen[row][column.heading]], weights(self.kinds))
 
     def over(self, row: str, other: str | None, column: Column) -> Cell:
         """Returns the speed-up of a row over another, or over plain decoding."""
@@ -140,21 +135,29 @@ class Counted:
         return Table(title, tuple(column.heading for column in self.columns), tuple(made), tuple(notes))
 
     def by_kind(self, title: str, row: str, other: str) -> Table:
-        """Returns a table of the speed-up of a row over another, with a row for each task type."""
+        """Returns a table of the speed-up of a row over another, by task type, and the geometric mean over the types.
+
+        In the speed-up of all texts together, a type weighs as much as it has tokens; in this mean all types are equal.
+        """
+        weighted, types = weights(self.kinds), tuple(dict.fromkeys(self.kinds))
+
+        def drawn(name: str, column: Column) -> np.ndarray:
+            """Returns the speed-ups on the texts of each type, float64[types, 1 + draws]."""
+            work = self.reporting[self.chosen[name][column.heading]]
+            own = [np.array([one == kind for one in self.kinds]) for kind in types]
+            return np.stack([column.drawn(work, weighted * which) for which in own])
+
+        ratios = {column.heading: drawn(row, column) / drawn(other, column) for column in self.columns}
         rows = []
-        for kind in dict.fromkeys(self.kinds):
-            own = [place for place, one in enumerate(self.kinds) if one == kind]
-            counts = {case: Work(*(part[own] for part in work)) for case, work in self.reporting.items()}
-            found = dataclasses.replace(self, reporting=counts, kinds=[kind] * len(own))
-            cells = {column.heading: found.over(row, other, column) for column in self.columns}
-            rows.append(Row(kind, cells))
-        few = min(map(self.kinds.count, {*self.kinds}))
-        return Table(
-            f"{title}: {row} ÷ {other}",
-            tuple(column.heading for column in self.columns),
-            tuple(rows),
-            (f"Intervals over {counted(few, 'text')} of a type are too narrow.",) if few < ENOUGH else (),
-        )
+        for place, name in enumerate((*types, "geometric mean over types")):
+            cells = {}
+            for heading, ratio in ratios.items():
+                ours, interval = spread(
+                    ratio[place] if place < len(types) else np.exp(np.log(ratio).mean(axis=0))
+                )
+                cells[heading] = Cell(None, ours, None if self.kinds.count(name) == 1 else interval)
+            rows.append(Row(name, cells))
+        return Table(f"{title}: {row} ÷ {other}", tuple(ratios), tuple(rows))
 
     def settings(self, rows: Iterable[str] = ()) -> tuple[str, ...]:
         """Returns a note for each row, by default all, with its settings."""

@@ -28,6 +28,7 @@ from jaxspec.io.hf import huggingface
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.bench.speed import weights
 from jaxspec.measuring.tuning.s2d_sweep import sorted_draft
 from jaxspec.methods import DraftModel, NGram
 from jaxspec.model.plan import LayerPlan
@@ -90,15 +91,31 @@ def test_claims_are_judged_at_each_cost():
     assert claims[0].figure.ours == pytest.approx(9 / 6.9)
 
 
-def test_each_task_type_has_a_row_of_its_own_texts():
+def test_each_task_type_has_a_row_of_its_own_texts_and_all_weigh_the_same_in_the_mean():
     one, other = Case("one", ""), Case("other", "")
     works = {one: work([9, 9, 9], [3, 9, 3], [[0, 0]] * 3), other: work([9, 9, 9], [9, 9, 9], [[0, 0]] * 3)}
     found = Counted(COLUMNS, choose(works, COLUMNS), works, ["sums", "facts", "sums"])
     table = found.by_kind("Table 1", "one", "other")
     assert table.title == "Table 1: one ÷ other"
-    assert [(row.name, row.cells[FREE].ours) for row in table.rows] == [("sums", 3.0), ("facts", 1.0)]
+    assert [(row.name, row.cells[FREE].ours) for row in table.rows] == [
+        ("sums", 3.0),
+        ("facts", 1.0),
+        ("geometric mean over types", pytest.approx(3**0.5)),
+    ]
     assert table.cell("sums", FREE).interval == (3.0, 3.0)
     assert table.cell("facts", FREE).interval is None  # a single text
+
+
+def test_intervals_have_the_unbiased_variance_of_a_mean():
+    """The variance of a bootstrap mean is s² ÷ n with s² over n − 1, for each kind, and kinds keep their weights."""
+    values, kinds = np.array([0.0, 3.0, 4.0, 9.0, 1.0]), ["a", "a", "a", "b", "c"]
+    drawn = weights(kinds, 100_000)
+    assert drawn.sum(axis=1).tolist() == pytest.approx([5.0] * len(drawn))
+    assert drawn[1:, :3].sum(axis=1).tolist() == pytest.approx([3.0] * 100_000)
+    for own in ([0, 1, 2], [3, 4]):  # the only texts of their kinds are drawn together
+        means = drawn[1:, own] @ values[own] / len(own)
+        assert means.var() == pytest.approx(values[own].var(ddof=1) / len(own), rel=0.02)
+    assert weights(["a"], 3).tolist() == [[1.0]] * 4
 
 
 def test_prices_that_do_not_rise_are_measured_again(lm, monkeypatch):
@@ -197,7 +214,7 @@ def test_asd_is_counted_on_prompt_files(lm, tmp_path):
     # Without the tables of code and of a search on another kind of work.
     titles = [table.title[:7] for table in found.tables]
     assert titles == ["Table 3", "Table 3", "Table 5", "Table 3", "Table 1", "Sublaye"]
-    assert [row.name for row in found.tables[1].rows] == ["notes"]
+    assert [row.name for row in found.tables[1].rows] == ["notes", "geometric mean over types"]
 
 
 @pytest.mark.full

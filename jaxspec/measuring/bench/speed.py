@@ -70,7 +70,7 @@ def speed_ratio(
       resamples: draws of the bootstrap.
       groups: group of each prompt; prompts of one group, such as the turns of a conversation, are one unit of the
         bootstrap. None if each prompt is its own unit.
-      kinds: kind of work of each prompt, see `indices`. None for one kind.
+      kinds: kind of work of each prompt, see `weights`. None for one kind.
 
     Returns:
       The ratio, and its 95 % interval by the bootstrap over the prompts of each kind and over the turns; None if a
@@ -156,43 +156,46 @@ def spread(drawn: np.ndarray) -> tuple[float | None, tuple[float, float] | None]
     return float(drawn[0]), (float(low), float(high))
 
 
-def indices(kinds: Sequence[Any], resamples: int = 2000) -> np.ndarray:
-    """The prompts of each draw of the bootstrap; deterministic for given kinds.
+def weights(kinds: Sequence[Any], resamples: int = 2000) -> np.ndarray:
+    """The weight of each prompt in each draw of the bootstrap; deterministic for given kinds.
 
-    The number of prompts of each kind is a choice, not random, so every draw has the same number of each kind. Prompts
-    that are the only ones of their kind are drawn together, as one kind.
+    The number of prompts of each kind is a choice, not random, so every draw has the same weight of each kind. Prompts
+    that are the only ones of their kind are drawn together, as one kind. Of n prompts of a kind n − 1 are drawn, each
+    with weight n ÷ (n − 1), so that the variance of a mean is unbiased (Rao and Wu 1988). Draws of n would give
+    intervals that are too narrow by a factor of √((n − 1) ÷ n).
 
     Args:
       kinds: kind of work of each prompt, hashable.
       resamples: number of draws.
 
     Returns:
-      int[1 + resamples, prompts]: first every prompt once, then the draws with replacement.
+      float64[1 + resamples, prompts]: first 1 for every prompt, then the draws with replacement. Rows have equal sums.
 
     Examples:
-      >>> drawn = indices(["sums", "sums", "stories", "stories"], 50)
-      >>> drawn[0].tolist(), set(drawn[:, :2].flat) == {0, 1}, set(drawn[:, 2:].flat) == {2, 3}
-      ([0, 1, 2, 3], True, True)
+      >>> drawn = weights(["sums", "sums", "stories", "stories"], 50)
+      >>> drawn[0].tolist(), {tuple(row) for row in drawn[1:, :2].tolist()} == {(2.0, 0.0), (0.0, 2.0)}
+      ([1.0, 1.0, 1.0, 1.0], True)
     """
     places: dict[Any, list[int]] = {}
     for place, kind in enumerate(kinds):
         places.setdefault(kind, []).append(place)
     alone = [place for members in places.values() if len(members) == 1 for place in members]
-    strata = [alone, *(members for members in places.values() if len(members) > 1)]
-    every = np.tile(np.arange(len(kinds)), (1 + resamples, 1))
+    every = np.ones((1 + resamples, len(kinds)))
     random = np.random.default_rng(0)
-    for stratum in filter(None, strata):
-        every[1:, stratum] = np.array(stratum)[random.integers(len(stratum), size=(resamples, len(stratum)))]
+    for stratum in (alone, *(members for members in places.values() if len(members) > 1)):
+        if (count := len(stratum)) > 1:
+            drawn = random.multinomial(count - 1, np.full(count, 1 / count), size=resamples)
+            every[1:, stratum] = drawn * (count / (count - 1))
     return every
 
 
 def _drawn(mine: np.ndarray, other: np.ndarray, kinds: Sequence[Any], resamples: int) -> np.ndarray:
     """float64[1 + resamples], see `drawn_ratios`."""
-    chosen = indices(kinds, resamples)
+    weighted = weights(kinds, resamples)
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.filterwarnings("ignore", "All-NaN slice")
         (tokens, ms), (other_tokens, other_ms) = (
-            np.moveaxis(counts[chosen].sum(axis=1), -1, 0) for counts in (mine, other)
+            np.moveaxis(np.tensordot(weighted, counts, 1), -1, 0) for counts in (mine, other)
         )
         ratios = np.where(tokens * other_tokens > 0, (tokens / ms) / (other_tokens / other_ms), np.nan)
         # Turns are drawn too, so that the noise of the clock is part of the interval.
