@@ -36,6 +36,12 @@ from jaxspec.texts.results import Result
 # each layer and draft token, with five draft tokens a round. Its exits have 6, 9 and 12 layers.
 LAYER_COSTS = {"Vicuna-7B": 1 / 32, "Vicuna-13B": 1 / 40, "LLaMA-Chat-70B": 1 / 200}
 PAPER_EXITS = {FIRST: 6, MIDDLE: 9, LAST: 12}
+# The bytes of an output head in layers, from the shapes of the models: 32,000 tokens; widths 4,096 and 5,120; gated
+# MLPs of 11,008 and 13,824. The paper's draft has the layers of Vicuna-7B; its sorted target is Vicuna-13B, 40 layers.
+DRAFT_HEAD, SORTED_TARGET_HEAD = (
+    32000 * width / (4 * width**2 + 3 * width * inner) for width, inner in ((4096, 11008), (5120, 13824))
+)
+SORTED_TARGET_LAYERS = 40
 SINGLE = "best single exit"
 BEST_EXIT = "S2D is faster than the exit of its draft that is fastest alone on tuning prompts."
 # The row of the first of the user's drafts: the layers of the sorted draft, fine-tuned without sorting.
@@ -153,7 +159,8 @@ def tables(
     notes = (
         "Exact counts of greedy texts. The columns of the paper's targets have its costs: a layer of the draft costs "
         "1/32, 1/40 and about 1/200 of a step (from the mean accepted tokens and speed-ups of its Table 2, if a draft "
-        "has five tokens), and the exits count as its 6, 9 and 12 layers.",
+        "has five tokens), and the exits count as its 6, 9 and 12 layers. Each head that a rule looks at costs "
+        f"{DRAFT_HEAD:.2f} layers, by bytes; S2D looks at several for a token, an exit alone at one.",
         *([f"{TWIN}: `{words[0]}`."] if words else []),
         *one.settings(),
     )
@@ -297,15 +304,19 @@ def _columns(bench: Workbench, found: SortedDraft) -> tuple[Column, ...]:
     head = layers_of(llama.head(found.drafter.config, params), target) * whole
     free = Column(FREE, (*(layers * layer for layers in exits), head))
     if found.drafter.sorted_target:
-        shares = [layers / target.config.num_layers for layers in exits]
-        return free, Column(s2d_sorted_target.PRINTED_FOR, (*shares, 0.0))
+        step = SORTED_TARGET_LAYERS + SORTED_TARGET_HEAD
+        shares = [layers / target.config.num_layers * SORTED_TARGET_LAYERS / step for layers in exits]
+        return free, Column(s2d_sorted_target.PRINTED_FOR, (*shares, SORTED_TARGET_HEAD / step))
     roles = s2d_runs.roles_of(exits)
     if len(roles) < len(exits):
         return (free,)
     depths = [PAPER_EXITS[roles[layers]] for layers in exits]
     return (
         free,
-        *(Column(name, (*(depth * cost for depth in depths), 0.0)) for name, cost in LAYER_COSTS.items()),
+        *(
+            Column(name, (*(depth * cost for depth in depths), DRAFT_HEAD * cost))
+            for name, cost in LAYER_COSTS.items()
+        ),
     )
 
 
