@@ -86,7 +86,7 @@ class Kind(NamedTuple):
 # By the name of the method that drafts with the head. Earlier rows have precedence: if the files of two types have the
 # same tensors, and if a target has several heads.
 KINDS: dict[str, Kind] = {
-    "dflash": Kind(dflash, usual_dflash),
+    "dflash": Kind(dflash, usual_dflash, Writing(dflash.content), training="training.heads.dflash"),
     "eagle3": Kind(
         eagle,
         usual_eagle3,

@@ -1,4 +1,4 @@
-"""Training of Medusa, Hydra and Kangaroo heads: the drafter's predictions, the losses by hand, and the files."""
+"""Training of Medusa, Hydra, Kangaroo and DFlash heads: the predictions, the losses by hand, and the files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 
 import jaxspec
 from jaxspec.heads import files as heads
+from jaxspec.heads.dflash import network as dflash
+from jaxspec.heads.dflash.drafter import DFlash
 from jaxspec.heads.hydra import network as hydra
 from jaxspec.heads.hydra.drafter import Hydra
 from jaxspec.heads.kangaroo import network as kangaroo
@@ -47,8 +49,11 @@ OPTIONS = {
     "medusa-shared": HeadOptions(num_heads=3, shared_head=True),
     "hydra": HeadOptions(num_heads=3),
     "kangaroo": HeadOptions(exit_layer=3),
+    "dflash": HeadOptions(num_layers=2, block_size=4, num_anchors=16, aux_layers=(1, 3)),
 }
 STEPS = 3
+# These learn the target's distribution, not the text.
+DISTILLED = ("kangaroo", "dflash")
 
 
 def begun(name: str, target: Any = TARGET) -> tuple[kinds.Kind, Any, Any]:
@@ -58,7 +63,7 @@ def begun(name: str, target: Any = TARGET) -> tuple[kinds.Kind, Any, Any]:
     return kind, network, params
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "dflash"])
 def test_a_head_begins_with_what_the_target_says(name, batch):
     """Its blocks are the identity and its matrix is the target's; Kangaroo's attention writes nothing."""
     _, network, params = begun(name)
@@ -82,7 +87,7 @@ def test_an_adapter_needs_an_early_exit():
 def drafter_of(name: str, network: Any) -> Any:
     if name == "kangaroo":
         return Kangaroo(TARGET, network.head, 3, num_draft_tokens=STEPS)
-    made = Hydra if name == "hydra" else Medusa
+    made = {"hydra": Hydra, "dflash": DFlash}.get(name, Medusa)
     return made(TARGET, network.head, num_draft_tokens=STEPS)
 
 
@@ -108,6 +113,11 @@ def said_by_the_decoder(name: str, network: Any, params: Any) -> Any:
         if name == "kangaroo":
             hidden, _ = kangaroo.run(network.head, params, fed(aux_hidden_states), t[None] + 1, own)
             return kangaroo.logits(network.head, params, TARGET, target, hidden)[0]
+        if name == "dflash":
+            block = jnp.where(jnp.arange(4) > 0, network.head.mask_id, fed(tokens[None])[:, :1])
+            rows = llama.embedding_rows(target, block)
+            hidden, _ = dflash.run(network.head, params, rows, t[None] + 1, own)
+            return dflash.logits(network.head, params, TARGET, target, hidden[0, 1:])
         if name == "hydra":
             read = jnp.concatenate([own.hidden[:, None], fed(embedded)], axis=1)
             rows = [hydra.logits(network.head, params, step, read[:, : step + 2])[0] for step in range(STEPS)]
@@ -117,7 +127,7 @@ def said_by_the_decoder(name: str, network: Any, params: Any) -> Any:
     return said
 
 
-@pytest.mark.representatives("medusa", "kangaroo")
+@pytest.mark.representatives("medusa", "dflash")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_step_is_what_the_drafter_says_after_the_texts_own_tokens(name, batch):
     _, network, _ = begun(name)
@@ -133,10 +143,10 @@ def test_each_step_is_what_the_drafter_says_after_the_texts_own_tokens(name, bat
     assert compared > 8
 
 
-@pytest.mark.representatives("medusa", "kangaroo")
-@pytest.mark.parametrize("name", ["medusa", "hydra", "kangaroo"])
+@pytest.mark.representatives("medusa", "dflash")
+@pytest.mark.parametrize("name", ["medusa", "hydra", "kangaroo", "dflash"])
 def test_the_loss_is_the_papers(name, batch):
-    """Medusa and Hydra learn the text's tokens, head k with weight 0.8^k; Kangaroo the target's distribution."""
+    """Medusa and Hydra learn the text's tokens, token k with weight 0.8^k; the others the target's distribution."""
     kind, network, _ = begun(name)
     params = drawn(network.head.shapes)
     loss = kind.loss(network, OPTIONS[name], None)
@@ -153,7 +163,7 @@ def test_the_loss_is_the_papers(name, batch):
                 if told < len(tokens) and batch["learn"][row, first + told]:
                     distribution = np.log(distribution_of(logits[step, row, first + t]))
                     said = np.eye(SIZE)[tokens[told]]
-                    if name == "kangaroo":
+                    if name in DISTILLED:
                         said = distribution_of(wanted_logits[row, first + told - 1])
                     wanted -= shares[step] / shares.sum() * (said @ distribution)
                     rows += step == 0
@@ -228,6 +238,18 @@ NAMES = {
         "layers.0.input_layernorm.weight",
         "norm.weight",
     },
+    "dflash": {
+        *("fc.weight", "hidden_norm.weight", "norm.weight"),
+        *(
+            f"layers.{layer}.{name}.weight"
+            for layer in range(2)
+            for name in (
+                *(f"self_attn.{one}" for one in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+                *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+                *("input_layernorm", "post_attention_layernorm"),
+            )
+        ),
+    },
 }
 
 
@@ -239,7 +261,7 @@ def test_a_head_is_written_as_it_is_published_and_read_back_as_it_was(name, dtyp
     write_head(tmp_path, network.head, params, "abc", None, jnp.dtype(dtype))
     names = set(huggingface.open_tensors(tmp_path, integers=True))
     assert NAMES[name] <= names
-    assert len(names) == len(NAMES[name]) * (1 if name == "kangaroo" else 3)
+    assert len(names) == len(NAMES[name]) * (1 if name in DISTILLED else 3)
     found = heads.read_head(tmp_path, TARGET)
     assert (found.config, found.target) == (network.head, "abc")
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), params)
@@ -258,15 +280,17 @@ def test_a_vocabulary_is_eagle3s_alone(tmp_path):
 def typed(folder, name: str, *more: str, kind: str) -> list[str]:
     given = arguments(folder, name, *more, kind=kind)
     at = given.index("--test-steps")
-    own = {"kangaroo": [], "uno": ["--lora-rank", "4", "--block-sizes", "2", "4", "--block-steps", "2"]}.get(
-        kind, ["--num-heads", "2"]
-    )
+    own = {
+        "kangaroo": [],
+        "uno": ["--lora-rank", "4", "--block-sizes", "2", "4", "--block-steps", "2"],
+        "dflash": ["--num-layers", "1", "--block-size", "3", "--num-anchors", "24"],
+    }.get(kind, ["--num-heads", "2"])
     return [*given[:at], *given[at + 2 :], *own]
 
 
 @pytest.mark.full
-@pytest.mark.representatives("kangaroo")
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "kangaroo", "uno"])
+@pytest.mark.representatives("dflash")
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "kangaroo", "uno", "dflash"])
 def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
     assert command.main(typed(folder, f"{kind}-whole", "--steps", "6", kind=kind)) == 0
     given = typed(folder, f"{kind}-stopped", "--steps", "6", "--card-prompts", "0", kind=kind)
@@ -298,10 +322,17 @@ def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
             2,
             "--exit-layer is 4; the target has 4 layers: give a number from 1 to 3",
         ),
+        (
+            "dflash",
+            ["--aux-layers", "4"],
+            2,
+            "DFlash reads outputs of layers other than the last, and the target has 4 layers: give numbers from 1 to 3",
+        ),
+        ("dflash", ["--block-size", "1"], 2, "--block-size is 1; give a whole number of at least 2"),
     ],
 )
 def test_wrong_options_are_one_line(folder, kind, more, status, said, capsys):
-    given = ["--num-heads", "2"] if kind != "kangaroo" else []
+    given = ["--num-heads", "2"] if kind not in DISTILLED else []
     begun = arguments(folder, "wrong", "--steps", "1", kind=kind)
     at = begun.index("--test-steps")
     assert command.main([*begun[:at], *begun[at + 2 :], *given, *more]) == status

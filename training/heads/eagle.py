@@ -24,7 +24,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Attend, AuxLayer, Params
 from jaxspec.model.numerics import precision_of
 from jaxspec.sampling import seed_key
-from training.heads.head_type import HeadOptions, Kind, llama_block, target_head
+from training.heads.head_type import HeadOptions, Kind, bounded_norm, llama_block, target_head
 from training.heads.losses import Weights, ahead, head_loss
 from training.losses.base import Batch, Loss
 
@@ -32,8 +32,6 @@ from training.losses.base import Batch, Loss
 Memory = list[tuple[jax.Array, jax.Array]]
 # Less than any score.
 _MASKED = -1e30
-# The largest standard deviation of the logits of an EAGLE-3 head before its first step.
-_SPREAD = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +160,9 @@ def _drawn(
     """Returns random matrices, norms of 1 and biases of 0; the output head is the target's, with limited logits."""
     made = llama.draw(head.shapes, seed_key(seed))
     if "head" in made:
-        rows, norm = target_head(target, params), jnp.array(params["norm"], jnp.float32) + target.norm_offset
+        rows = target_head(target, params)
         made["head"] = rows if part is None else rows[part]
-        # With a random hidden state, a sharp output head is confident without reason; a smaller norm limits its logits.
-        spread = jnp.mean(jnp.linalg.norm(made["head"] * norm, axis=-1))
-        made["norm"] = norm * jnp.minimum(1.0, _SPREAD / spread)
+        made["norm"] = bounded_norm(target, params, made["head"])
     return made
 
 

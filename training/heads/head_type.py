@@ -20,6 +20,9 @@ from training.heads.losses import Network
 from training.loop import state_sharding
 from training.losses.base import Loss
 
+# The largest standard deviation of the logits of a head with a random hidden state.
+_SPREAD = 2.0
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
@@ -28,8 +31,9 @@ class HeadOptions:
     Each option applies to some head types only. The defaults are the target's values, or the usual ones.
 
     Attributes:
-      intermediate_size: width of EAGLE's gated MLP.
-      aux_layers: the layers whose inputs EAGLE-3 reads. Default: 2, half of the target's layers, and the last but two.
+      intermediate_size: width of EAGLE's or DFlash's gated MLP.
+      aux_layers: the layers whose inputs EAGLE-3 or DFlash reads. Default: 2, half of the target's layers, and the last
+        but two for EAGLE-3; five, spaced evenly, for DFlash.
       draft_vocab: a ranking of tokens, made by `jaxspec vocab` for the target: EAGLE-3's head chooses among these.
       draft_vocab_size: the number of these tokens. Without a ranking they are the most frequent tokens that are to be
         predicted in the training text.
@@ -48,6 +52,9 @@ class HeadOptions:
       lora_rank: the rank of Uno's adapters. Default 16.
       block_sizes: the tokens of Uno's blocks in training, the pending one included, one size after the other.
       block_steps: the steps of each of these sizes; the last one stays.
+      num_layers: the number of DFlash's layers. Default 2.
+      block_size: the tokens of DFlash's block, the pending one included. Default 8.
+      num_anchors: the number of random tokens of each window after which DFlash predicts a block, in each step.
     """
 
     intermediate_size: int | None = None
@@ -66,17 +73,22 @@ class HeadOptions:
     lora_rank: int | None = None
     block_sizes: tuple[int, ...] = (2, 4, 6, 8)
     block_steps: int = 500
+    num_layers: int | None = None
+    block_size: int | None = None
+    num_anchors: int = 64
 
     def __post_init__(self):
         for name in (
             *("intermediate_size", "draft_vocab_size", "test_steps", "num_heads"),
-            *("lora_rank", "block_steps"),
+            *("lora_rank", "block_steps", "num_layers", "num_anchors"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give a whole number of at least 1")
         if not self.block_sizes or min(self.block_sizes) < 2:
             raise ValueError(f"block_sizes is {self.block_sizes}; give whole numbers of at least 2")
+        if self.block_size is not None and self.block_size < 2:
+            raise ValueError(f"block_size is {self.block_size}; give a whole number of at least 2")
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"step_decay is {self.step_decay}; give a number above 0, and at most 1")
         pair = self.feature_weight, self.token_weight
@@ -130,6 +142,15 @@ def target_head(target: LlamaConfig, params: Params) -> jax.Array:
     """Returns a copy of the target's output head, float32[V, D]."""
     rows = llama.head(target, params)
     return jnp.array(rows.whole() if isinstance(rows, Quantised) else rows, jnp.float32)
+
+
+def bounded_norm(target: LlamaConfig, params: Params, rows: jax.Array) -> jax.Array:
+    """Returns the target's final norm, made smaller where the logits of output rows [N, D] would be large.
+
+    With a random hidden state, a sharp output head is confident without reason; a smaller norm limits its logits.
+    """
+    norm = jnp.array(params["norm"], jnp.float32) + target.norm_offset
+    return norm * jnp.minimum(1.0, _SPREAD / jnp.mean(jnp.linalg.norm(rows * norm, axis=-1)))
 
 
 def llama_block(options: HeadOptions, target: LlamaConfig) -> LlamaConfig:

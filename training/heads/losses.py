@@ -125,6 +125,14 @@ def predicted(batch: Batch, step: int) -> jax.Array:
     return same & (segments > 0) & ahead(follows, count)
 
 
+def at_rows(batch: Batch, values: jax.Array) -> jax.Array:
+    """Selects the rows `batch["rows"]`, int32[B, R], of values [B, T, …]: [B, R, …]; all rows if there are none."""
+    rows = batch.get("rows")
+    if rows is None:
+        return values
+    return jnp.take_along_axis(values, rows.reshape(*rows.shape, *[1] * (values.ndim - 2)), axis=1)
+
+
 def inside(part: np.ndarray | None, tokens: jax.Array) -> jax.Array:
     """Marks the tokens, int32[B, T], that are in a part of the vocabulary, bool[B, T]; None has all."""
     if part is None:
@@ -150,7 +158,13 @@ class Weights:
     text: float = 0.0
 
 
-def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray | None = None) -> Loss:
+def head_loss(
+    network: Network,
+    steps: int,
+    weights: Weights,
+    part: np.ndarray | None = None,
+    num_rows: int | None = None,
+) -> Loss:
     """Makes the loss of a head, in nats per token: the mean over the steps, each weighted.
 
     A position counts where the target's own choice is one that the head has (EAGLE-3, section 3.2 and its code).
@@ -160,6 +174,8 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
       steps: how many tokens each row predicts.
       weights: of the terms and steps.
       part: int32[N], the tokens that the head may choose, rising; None for all.
+      num_rows: the number of random rows of each window that predict, for networks that read `batch["rows"]`; None for
+        all rows.
     """
     shares = weights.decay ** np.arange(steps)
     shares = shares / shares.sum()
@@ -167,10 +183,13 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
         assert given.target is not None, "a head has a target"
         seen = look(network.target, given.target, batch, network.aux_layers)
+        if num_rows is not None:
+            noise = jnp.where(predicted(batch, 0), jax.random.uniform(given.key, batch["tokens"].shape), 1.0)
+            batch = {**batch, "rows": jnp.argsort(noise, axis=1)[:, :num_rows]}
         outputs = network.outputs(params, given.target, batch, seen.aux_hidden_states, steps)
         theirs = head_of(given.target)
         # A head of its own is trained.
-        count = 1 if "head" in network.reading(params, 0) else pieces(seen.stream, theirs)
+        count = 1 if "head" in network.reading(params, 0) else pieces(outputs[0], theirs)
 
         def wanted_of(theirs: Params, stream: jax.Array) -> jax.Array:
             logits = llama.logits(network.target, theirs, stream)
@@ -182,24 +201,26 @@ def head_loss(network: Network, steps: int, weights: Weights, part: np.ndarray |
             source, tokens, mask = rows
             logits, loss = network.logits(own, theirs, output), jnp.float32(0)
             if weights.distribution:
-                wanted = wanted_of(theirs, source) if count > 1 else source
+                wanted = source if shared else wanted_of(theirs, source)
                 loss += weights.distribution * soft_cross_entropy(wanted, logits, mask)
             if weights.text:
                 loss += weights.text * cross_entropy(logits, *among(part, tokens, mask))
             return loss
 
         # In one piece, the steps share the target's logits; else each piece computes them.
-        source = seen.stream if count > 1 else wanted_of(theirs, seen.stream)
+        shared = count == 1 and num_rows is None
+        source = wanted_of(theirs, seen.stream) if shared else seen.stream
         total, known = jnp.float32(0), inside(part, seen.best)
         for step, output in enumerate(outputs):
-            mask = predicted(batch, step) & ahead(known, 1 + step)
-            rows = ahead(source, 1 + step), ahead(batch["tokens"], 2 + step), mask
+            mask = at_rows(batch, predicted(batch, step) & ahead(known, 1 + step))
+            wanted, tokens = ahead(source, 1 + step), ahead(batch["tokens"], 2 + step)
+            rows = at_rows(batch, wanted), at_rows(batch, tokens), mask
             said = early_gradient(told, count, network.reading(params, step), output, rows, theirs)
             total += float(shares[step]) * said
             if weights.aux_hidden_state:
-                far = smooth_l1(output, ahead(seen.aux_hidden_states, 1 + step), mask)
+                far = smooth_l1(output, at_rows(batch, ahead(seen.aux_hidden_states, 1 + step)), mask)
                 total += float(shares[step]) * weights.aux_hidden_state * far
-        return total, num_targets(predicted(batch, 0) & ahead(known, 1))
+        return total, num_targets(at_rows(batch, predicted(batch, 0) & ahead(known, 1)))
 
     return loss
 

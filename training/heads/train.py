@@ -247,7 +247,10 @@ def _run_loop(
         # Options of one kind only.
         **{
             name: str(getattr(options.head, name))
-            for name in ("lora_rank", "block_sizes", "block_steps")
+            for name in (
+                *("lora_rank", "block_sizes", "block_steps"),
+                *("num_layers", "block_size", "num_anchors"),
+            )
             if name in kind.options
         },
     }

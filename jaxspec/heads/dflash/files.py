@@ -27,7 +27,7 @@ from jaxspec.heads.tensors import (
     renamed,
 )
 from jaxspec.host.messages import shown
-from jaxspec.io.hf.config_json import config_from, errors_of
+from jaxspec.io.hf.config_json import config_from, config_json, errors_of
 from jaxspec.io.hf.layout import Source
 from jaxspec.io.hf.values import section, whole
 from jaxspec.io.tensors import Tensors
@@ -104,3 +104,11 @@ def entries(config: DFlashConfig) -> Iterator[Entry]:
     for leaf, shape in leaves_of(config.shapes):
         own = _OWN.get(leaf)
         yield leaf, shape, [Source(own, shape, shape)] if own else llama_sources(config.block, leaf, shape)
+
+
+def content(config: DFlashConfig, dtype_name: str) -> dict[str, Any]:
+    """Returns the content of `config.json`, without the target. No auxiliary layer is `FINAL`."""
+    ids = [layer - 1 for layer in config.aux_layers if layer != FINAL]
+    own = {"mask_token_id": config.mask_id, AUX_LAYER_IDS: ids}
+    made = config_json(config.block, dtype_name) | {"architectures": ["DFlashDraftModel"]}
+    return made | {"block_size": config.block_size, "dflash_config": own}

@@ -14,6 +14,7 @@ A `vocabulary` may replace the target's head.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 import jax
@@ -88,12 +89,29 @@ def absorb(
     Returns:
       The cache with these positions.
     """
+    positions = start[:, None] + jnp.arange(aux_hidden_states.shape[1])
+    turns = rope.tables(head.block, head.block.layer_type(0), positions, cache.rope_length)
+    found = pairs(head, params, aux_hidden_states, turns)
+    layers = [
+        kv.write(written, keys, values, start, cache.merged)
+        for written, (keys, values) in zip(cache.layers, found, strict=True)
+    ]
+    return dataclasses.replace(cache, layers=layers)
+
+
+def pairs(
+    head: DFlashConfig, params: Params, aux_hidden_states: jax.Array, turns: rope.Tables
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yields the keys and values of committed tokens in each layer, [B, T, KV, hd] each.
+
+    Args:
+      head, params: the head.
+      aux_hidden_states: [B, T, F], the auxiliary hidden states of the tokens.
+      turns: the RoPE of their positions.
+    """
     block = head.block
     fused = rms_norm(linear(aux_hidden_states, params["fc"]), params["hidden_norm"], block.rms_norm_eps)
-    positions = start[:, None] + jnp.arange(aux_hidden_states.shape[1])
-    turns = rope.tables(block, block.layer_type(0), positions, cache.rope_length)
-    layers = []
-    for layer, written in zip(params["layers"], cache.layers, strict=True):
+    for layer in params["layers"]:
         p, queries = layer["attention"], block.group_size * block.head_dim
         bias = p["qkv_bias"][:, queries:] if "qkv_bias" in p else None
         both = linear(fused, p["qkv"][:, queries:], bias)
@@ -101,8 +119,7 @@ def absorb(
         keys = both[..., 0, :]
         if block.qk_norm:
             keys = rms_norm(keys, p["k_norm"], block.rms_norm_eps)
-        layers.append(kv.write(written, rope.rotate(keys, turns), both[..., 1, :], start, cache.merged))
-    return dataclasses.replace(cache, layers=layers)
+        yield rope.rotate(keys, turns), both[..., 1, :]
 
 
 def run(
