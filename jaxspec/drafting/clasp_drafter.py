@@ -72,7 +72,7 @@ def choose_layers(
     left_out = []
     for layer, slots in enumerate(cache.layers):
         of, p = config.layer_type(layer), params["layers"][layer]
-        places = cache.held(layer, position) if cache.is_ring(layer) else None
+        places = cache.held(layer, position) if cache.is_ring(cache.layers[layer][0]) else None
         read = functools.partial(_read, slots, positions, of.window, cache.merged, config.scores, places)
         turns = rope.tables(config, of, positions, cache.rope_length)
         attended, _ = llama.attention_sublayer(config, p["attention"], hidden, turns, read)

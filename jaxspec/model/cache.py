@@ -93,18 +93,19 @@ class KVCache:
     capacity: int = struct.field(pytree_node=False)
     most: tuple[int | None, ...] = struct.field(pytree_node=False)
 
-    def is_ring(self, layer: int) -> bool:
-        """Whether a layer has fewer places than slots."""
-        return self.layers[layer][0].shape[-2] < self.capacity
+    def is_ring(self, buffer: jax.Array) -> bool:
+        """Whether a buffer of a layer has fewer places than slots."""
+        return buffer.shape[-2] < self.capacity
 
     def held(self, layer: int, last: jax.Array) -> jax.Array:
         """Returns the slot that each place of a layer holds, int32[B, S], after a write to slots up to last int32[B].
 
         For a layer that is no ring the result is [1, S].
         """
-        size = self.layers[layer][0].shape[-2]
+        buffer = self.layers[layer][0]
+        size = buffer.shape[-2]
         place = jnp.arange(size)[None]
-        if not self.is_ring(layer):
+        if not self.is_ring(buffer):
             return place
         lap = (last - last % size)[:, None]
         # In the first lap, the places after the last one hold later slots, which no query sees.
@@ -238,12 +239,9 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
     def gathered(slots: jax.Array) -> jax.Array:
         return jnp.take_along_axis(slots, within, axis=2, mode="clip")
 
-    def is_ring(buffer: jax.Array) -> bool:
-        return buffer.shape[-2] < cache.capacity
-
     def take(buffer: jax.Array) -> jax.Array:
         split = buffer.reshape(batch, -1, *buffer.shape[-2:])
-        if cache.merged and batch <= UNROLLED_ROWS and not is_ring(buffer):
+        if cache.merged and batch <= UNROLLED_ROWS and not cache.is_ring(buffer):
             # Slice first: to gather from the whole buffer, a TPU would copy all slots.
             size = (1, *split.shape[1:2], rows, split.shape[-1])
             few = [jax.lax.dynamic_slice(split, (row, 0, start[row], 0), size) for row in range(batch)]
@@ -254,7 +252,7 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
             )
         else:
             place = within + start[:, None, None, None]
-            place = place % buffer.shape[-2] if is_ring(buffer) else place
+            place = place % buffer.shape[-2] if cache.is_ring(buffer) else place
             taken = jnp.take_along_axis(split, place, axis=2, mode="clip")
         return taken.swapaxes(1, 2)
 
@@ -262,7 +260,7 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
     taken = jax.lax.optimization_barrier(jax.tree.map(take, cache.layers))
 
     def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-        return _put(buffer, new, start, cache.merged, is_ring(buffer))
+        return _put(buffer, new, start, cache.merged, cache.is_ring(buffer))
 
     return dataclasses.replace(cache, layers=jax.tree.map(put, cache.layers, taken))
 
@@ -314,7 +312,7 @@ def attend(
     if slots <= BLOCK or slots % BLOCK:
         return whole(queries, positions, layer, seen, places)
 
-    blocks = functools.partial(_by_blocks, window=window, merged=merged, scores=scores)
+    blocks = functools.partial(_by_blocks, window=window, skipped=skipped, merged=merged, scores=scores)
     by_blocks = functools.partial(blocks, width=BLOCK)
 
     def by_live_length(queries: jax.Array, positions: jax.Array, *others: Any) -> jax.Array:
@@ -498,13 +496,15 @@ def _by_blocks(
     places: jax.Array | None,
     *,
     window: int | None,
+    skipped: int | None,
     merged: bool,
     width: int,
     scores: Scores,
 ) -> jax.Array:
     """Attention over the visible slots only, block by block, with a running softmax (Milakov & Gimelshein 2018).
 
-    `positions` are int32[B, T], or by head int32[B, KV·G, T]; `mask` is `seen` of `attend`.
+    `positions` are int32[B, T], or by head int32[B, KV·G, T]; `mask` is `seen` of `attend`; `skipped` is the window
+    before which blocks are left out, or None.
 
     The cost follows the live length, or the window, not the capacity. A block without visible slots adds exactly 0 to a
     row. The longest row of a batch decides between this and one product over all slots, so it can change the last bits
@@ -534,7 +534,6 @@ def _by_blocks(
         old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
         return mixed * old + new_mixed * new, total * old + new_total * new, highest
 
-    skipped = window if mask is None and places is None else None
     live = positions if places is None else jnp.minimum(positions, slots - 1)
     return _by_query(_over_blocks(q, live, skipped, width, add), queries)
 

@@ -412,7 +412,7 @@ def cached(
     slots = start[:, None] + jnp.arange(count)[None, :]
 
     def of_layer(layer: int) -> Attend:
-        window, ring, exact = config.window(layer), cache.is_ring(layer), config.exact
+        window, ring, exact = config.window(layer), cache.is_ring(cache.layers[layer][0]), config.exact
         held = cache.held(layer, slots[:, -1])
         seen = None if tree is None else tree.visible(start, held, window)
         places = tree.places(start, held) if exact and tree is not None else held if exact or ring else None
