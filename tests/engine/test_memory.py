@@ -109,7 +109,7 @@ def test_a_cache_has_the_bytes_that_are_counted():
 
 
 def test_a_layer_with_a_window_needs_memory_for_its_window():
-    """Of 32 layers, five of six see 1,024 positions, and have 1,664 places."""
+    """27 of the 32 layers see 1,024 positions and have 1,664 places."""
     config = dataclasses.replace(
         LLAMA_8B, sliding_windows=tuple(None if i % 6 == 5 else 1024 for i in range(32))
     )
