@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from jaxspec.console import distributed
@@ -31,23 +31,23 @@ environment:
   JAXSPEC_DEBUG    1 shows the traceback of an error, and at the end the seconds of each stage"""
 
 
-# The module of each command, in the order of the help, and whether it reads a `method` with its options, or several
-# `methods`: its errors may name their options. The command is the class of this name in its module.
+# The module and class of each command, in the order of the help, and whether it reads a `method` with its options, or
+# several `methods`: its errors may name their options.
 _COMMANDS = {
-    "generate": ("jaxspec.cli.generate", "method"),
-    "chat": ("jaxspec.cli.chat", "method"),
-    "batch": ("jaxspec.serving.commands.batch", "method"),
-    "serve": ("jaxspec.serving.commands.serve", "method"),
-    "compare": ("jaxspec.measuring.commands.compare", "methods"),
-    "bench": ("jaxspec.measuring.commands.bench", "methods"),
-    "profile": ("jaxspec.measuring.commands.profile", ""),
-    "compile": ("jaxspec.measuring.commands.compile", "method"),
-    "convert": ("jaxspec.measuring.commands.convert", ""),
-    "inspect": ("jaxspec.measuring.commands.inspect", ""),
-    "search": ("jaxspec.measuring.commands.search", ""),
-    "tune": ("jaxspec.measuring.commands.tune", ""),
-    "vocab": ("jaxspec.measuring.commands.vocab", ""),
-    "train": ("jaxspec.cli.train", ""),
+    "generate": ("jaxspec.cli.generate:Generate", "method"),
+    "chat": ("jaxspec.cli.chat:Chat", "method"),
+    "batch": ("jaxspec.serving.commands.batch:Batch", "method"),
+    "serve": ("jaxspec.serving.commands.serve:Serve", "method"),
+    "compare": ("jaxspec.measuring.commands.compare:Compare", "methods"),
+    "bench": ("jaxspec.measuring.commands.bench:Bench", "methods"),
+    "profile": ("jaxspec.measuring.commands.profile:Profile", ""),
+    "compile": ("jaxspec.measuring.commands.compile:Compile", "method"),
+    "convert": ("jaxspec.measuring.commands.convert:Convert", ""),
+    "inspect": ("jaxspec.measuring.commands.inspect:Inspect", ""),
+    "search": ("jaxspec.measuring.commands.search:Search", ""),
+    "tune": ("jaxspec.measuring.commands.tune:Tune", ""),
+    "vocab": ("jaxspec.measuring.commands.vocab:Vocab", ""),
+    "train": ("jaxspec.cli.train:Train", ""),
 }
 
 
@@ -106,15 +106,14 @@ def _parsed(arguments: list[str], guard: Guard) -> Any:
     from jaxspec.methods import registry
 
     name = arguments[0] if arguments else "--help"
-    named = [name] if name in _COMMANDS else _COMMANDS
-    commands = {each: getattr(import_module(_COMMANDS[each][0]), each.capitalize()) for each in named}
     if name not in _COMMANDS:
         try:
-            without_command("jaxspec", name, DESCRIPTION, commands)
+            without_command("jaxspec", name, DESCRIPTION, {one: _COMMANDS[one][0] for one in _COMMANDS})
         finally:
             if name in ("-h", "--help"):
                 print(ENVIRONMENT)
-    reads = _COMMANDS[name][1]
-    guard.options = lambda: (names() if reads else {}) | option_names(commands[name])
+    place, reads = _COMMANDS[name]
+    command = resolve_name(place)
+    guard.options = lambda: (names() if reads else {}) | option_names(command)
     kinds = registry if reads == "method" else None
-    return parse_as(commands[name], arguments[1:], f"jaxspec {name}", kinds=kinds)
+    return parse_as(command, arguments[1:], f"jaxspec {name}", kinds=kinds)

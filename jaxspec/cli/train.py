@@ -11,7 +11,7 @@ from jaxspec.console.parsing import without_command
 
 _DESCRIPTION = """Trains drafts, heads, probes and models, and prepares their data.
 
-What a job takes: jaxspec train JOB --help. Each is also `python -m training.JOB`."""
+`jaxspec train JOB --help` lists the options of a job. `python -m training.JOB` runs the same job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ def train(arguments: Sequence[str]) -> int:
         ) from None
     name = arguments[0] if arguments else "--help"
     if name not in jobs:
-        commands = {job: import_module(module).Options for job, module in jobs.items()}
-        without_command("jaxspec train", name, _DESCRIPTION, commands)
+        options = {job: f"{module}:Options" for job, module in jobs.items()}
+        without_command("jaxspec train", name, _DESCRIPTION, options)
     called = CALLED.set(f"jaxspec train {name}")
     try:
         status: int = import_module(jobs[name]).main(arguments[1:])

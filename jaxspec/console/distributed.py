@@ -191,9 +191,9 @@ def _check_same(command: Any) -> None:
     others = [name for name in dict.fromkeys([*first, *mine]) if first.get(name) != mine.get(name)]
     wrong = processes.any_of(bool(others))
     if others:
+        here, there = (options.get(others[0], "missing") for options in (mine, first))
         raise ValueError(
-            f"`{others[0]}` is {_short(mine.get(others[0]))} here and {_short(first.get(others[0]))} in process 0; "
-            "give each process the same command"
+            f"`{others[0]}` is {here} here and {there} in process 0; give each process the same command"
         )
     if wrong:
         raise ValueError(
@@ -213,10 +213,6 @@ def _options(command: Any) -> dict[str, str]:
         else:
             found[field.name] = repr(value)
     return found
-
-
-def _short(text: str | None) -> str:
-    return "missing" if text is None else text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _interrupt(number: int, frame: Any) -> None:

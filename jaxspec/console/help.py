@@ -8,6 +8,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from jaxspec.console.docs import attribute_docs, description_of
@@ -24,15 +25,16 @@ _DEFAULTS = {"model": EMBEDDED}
 _LEAST_WIDTH, _WIDTH, _MARGIN = 40, 80, 20
 
 
-def program_help(prog: str, description: str, commands: Mapping[str, type]) -> str:
+def program_help(prog: str, description: str, commands: Mapping[str, str]) -> str:
     """Returns the help of a program.
 
     Args:
       prog: its name.
       description: the description.
-      commands: the dataclasses of its commands by name.
+      commands: the dataclass of each command by name, as module:class.
     """
-    entries = [(name, (command.__doc__ or "").partition("\n")[0]) for name, command in commands.items()]
+    docs = {name: resolve_name(place).__doc__ or "" for name, place in commands.items()}
+    entries = [(name, doc.partition("\n")[0]) for name, doc in docs.items()]
     usage = f"usage: {prog} [-h] {{{','.join(commands)}}}"
     return "\n".join((usage, "", *_paragraphs(description), *_section("commands", entries)))
 

@@ -138,14 +138,14 @@ class Kinds(Protocol):
         """Returns the method `name` and its parts, for the words of options; raises ValueError."""
 
 
-def without_command(prog: str, name: str, description: str, commands: Mapping[str, type]) -> NoReturn:
+def without_command(prog: str, name: str, description: str, commands: Mapping[str, str]) -> NoReturn:
     """Prints the help of a program with commands, or raises the error of a name that is no command.
 
     Args:
       prog: the name of the program.
       name: the first argument.
       description: the description in the help.
-      commands: the dataclass of each command by name.
+      commands: the dataclass of each command by name, as module:class; imported for the help only.
 
     Raises:
       SystemExit: after the help was printed, for --help.

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import jaxspec
+import training
 from jaxspec.cli import main
 from jaxspec.cli.generate import Generate, coloured
 from jaxspec.cli.methods import made_of, names
@@ -828,7 +829,9 @@ def test_the_trainer_has_the_same_door(run, monkeypatch):
     assert "Sorted fine-tuning" in out
     _, out, _ = run("train", "plots", "--help")
     assert out.startswith("usage: jaxspec train plots [-h] [OPTIONS]")
-    assert "unknown command 'sotf'; the commands are soft, heads," in one_error(run, "train", "sotf")
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "JOBS", dict.fromkeys(training.JOBS, "not_imported"))
+        assert "unknown command 'sotf'; the commands are soft, heads," in one_error(run, "train", "sotf")
     status, _, err = run("train", "plots", "--run", "nowhere")
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith("jaxspec train plots: error: no metrics.jsonl in nowhere")
