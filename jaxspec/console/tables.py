@@ -14,8 +14,8 @@ class Table:
     """A table; a notebook shows it, and `rich` prints it.
 
     Attributes:
-      headings: the headings of the columns, the first for the names of the rows. Headings and cells have up to two
-        lines.
+      headings: the headings of the columns, the first for the names of the rows; () for none. Headings and cells have
+        up to two lines.
       rows: the cells by row; a row of one cell is a heading of the rows below it.
       name: the maximum number of characters of a line of a row's name in a terminal.
       left: the number of columns, from the first, that are aligned left in a terminal.
@@ -45,19 +45,17 @@ class Table:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def __rich__(self) -> Any:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table as RichTable
-        from rich.text import Text
+        from rich import box, table, text
 
         # Narrow, so that the widest tables fit 80 columns.
-        table = RichTable(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False, pad_edge=False)
-        for number, heading in enumerate(self.headings):
-            table.add_column(heading, justify="left" if number < self.left else "right", no_wrap=not number)
+        made = table.Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False, pad_edge=False)
+        made.show_header = bool(self.headings)
+        for number, heading in enumerate(self.headings or [""] * len(self.rows[0])):
+            made.add_column(heading, justify="left" if number < self.left else "right", no_wrap=not number)
         for name, *cells in self.rows:
-            table.add_row(
-                Text("\n".join(wrapped(name, self.name)), style="" if cells else "bold"), *map(Text, cells)
-            )
-        return table
+            lines = text.Text("\n".join(wrapped(name, self.name)), style="" if cells else "bold")
+            made.add_row(lines, *map(text.Text, cells))
+        return made
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -21,7 +21,8 @@ from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan
 from jaxspec.measuring.bench import device_profile as bench_profile
-from jaxspec.measuring.commands.search import _print
+from jaxspec.measuring.commands.search import _parts
+from jaxspec.measuring.output import show
 from jaxspec.measuring.tuning import mask_search as bench
 from jaxspec.measuring.tuning import objectives
 from jaxspec.measuring.tuning.mask_search import search
@@ -487,7 +488,7 @@ def test_the_table_fits_80_columns(objective, capsys, monkeypatch):
         "objective": objective,
         "num_masks": 2**20,
     }
-    _print(report | {"searches": [entry, entry], "best": entry, "output": "x"})
+    show(report | {"searches": [entry, entry], "best": entry, "output": "x"}, False, _parts)
     out = capsys.readouterr().out
     assert out.count("exhaustive") == 2
     assert re.search(r"exhaustive +200 +6000 +12 \+ 12 ", out)

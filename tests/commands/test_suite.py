@@ -576,7 +576,7 @@ def test_interrupted(run, model, monkeypatch, tmp_path):
 
 
 def test_texts_that_differ_are_told(run, model, monkeypatch):
-    monkeypatch.setattr(bench, "_print", lambda report: None)
+    monkeypatch.setattr(bench, "show", lambda *given: None)
     wrong = lambda self, prompt, plain, texts: suite.Difference(0, 1, (2, 3), 0.1)  # noqa: E731
     monkeypatch.setattr(suite.Suite, "_difference", wrong)
     _, _, err = run(

@@ -23,6 +23,7 @@ from jaxspec.measuring.aot.cycles import (
 )
 from jaxspec.measuring.aot.reads import bytes_read
 from jaxspec.measuring.commands import compile as command
+from jaxspec.measuring.output import show
 
 V5E = ACCELERATORS["v5e"]
 
@@ -225,9 +226,7 @@ def test_a_tpu_is_measured_against_its_estimate():
 
 
 def test_the_table(capsys):
-    from rich.console import Console
-
-    command._print_cycles(Console(width=100), found(), found())
+    show(found(), False, lambda cycles: command._cycles(cycles, cycles))
     out = capsys.readouterr().out
     assert "the compiler's estimate, not a time" in out
     for part in (PRODUCTS, WAITING, "floor ÷ all", "draft step", "prompt chunk"):
@@ -256,7 +255,7 @@ def test_a_static_schedule_is_read():
 
 
 @pytest.mark.parametrize(("cycles", "shown"), [(None, False), (found(), True)])
-def test_products_of_the_vector_unit_are_shown_of_a_tpu(capsys, cycles, shown):
+def test_products_of_the_vector_unit_are_shown_of_a_tpu(cycles, shown):
     """A GPU has no such unit."""
     record = dict.fromkeys(("cache_copies", "cache_write_backs", "weight_copies", "vector_products"), 7)
     record |= dict.fromkeys(("weights", "refusal", "prefill", "collectives", "kernels_per_round"))
@@ -271,8 +270,8 @@ def test_products_of_the_vector_unit_are_shown_of_a_tpu(capsys, cycles, shown):
         "kv_cache_dtype": "auto",
     }
     record |= {"argument_bytes_per_device": 1, "temporary_bytes_per_device": 1, "compile_seconds": 1.0}
-    command._print(record | {"cycles": cycles}, "a page")
-    assert ("multiplied by the vector unit" in capsys.readouterr().out) == shown
+    _, table, *_ = command._parts("a page", record | {"cycles": cycles})
+    assert ("multiplied by the vector unit" in str(table)) == shown
 
 
 def test_a_slice_of_an_array_in_another_layout_is_a_part():

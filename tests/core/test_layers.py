@@ -58,7 +58,7 @@ LAYERS = (
     "jaxspec.testing",
     "jaxspec.cli",
     "jaxspec.__main__",
-    "jaxspec.measuring.charts jaxspec.measuring.line_log",
+    "jaxspec.measuring.charts jaxspec.measuring.line_log jaxspec.measuring.output",
     "jaxspec.measuring.bench",
     "jaxspec.measuring.tuning",
     "jaxspec.measuring.aot",
@@ -134,7 +134,7 @@ HOST = (
     *(f"jaxspec.heads.{one}" for one in ("files", "rows", "tensors", "torch_file", "writer", "kinds")),
     *("jaxspec.heads.*.files", "jaxspec.heads.*.method", "jaxspec.heads.method", "jaxspec.heads.tree_method"),
     *("jaxspec.cli", "jaxspec.__main__", "jaxspec.serving"),
-    *(f"jaxspec.measuring.{one}" for one in ("bench", "charts", "commands", "line_log")),
+    *(f"jaxspec.measuring.{one}" for one in ("bench", "charts", "commands", "line_log", "output")),
     *(f"jaxspec.measuring.tuning.{one}" for one in ("mask_search", "figures", "fitness_report", "fidelity")),
     *(f"jaxspec.measuring.aot.{one}" for one in ("stand_ins", "programs", "report", "cost_estimates")),
 )

@@ -18,9 +18,9 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
-    ".": 1007,
-    "cli": 823,
-    "console": 972,
+    ".": 1005,
+    "cli": 822,
+    "console": 970,
     "costs": 246,
     "decoding": 516,
     "drafting": 1684,
@@ -28,11 +28,11 @@ LINES = {
     "heads": 2402,
     "host": 698,
     "io": 4088,
-    "loading": 495,
-    "measuring": 6470,
+    "loading": 494,
+    "measuring": 6394,
     "methods": 1490,
-    "model": 2176,
-    "programs": 1155,
+    "model": 2155,
+    "programs": 1154,
     "serving": 2295,
     "session": 1187,
     "testing": 664,

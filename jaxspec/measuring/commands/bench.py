@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxspec.cli.options import MethodsOptions, ModelOptions, SamplingOptions
 from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
+from jaxspec.console.tables import Table
 from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
 from jaxspec.measuring.bench.suite_options import SuiteOptions
+from jaxspec.measuring.output import show
 
 if TYPE_CHECKING:
     from jaxspec.measuring.bench.prompt_files import Task
@@ -116,17 +118,11 @@ class Bench:
                 interrupted = True
             found = report(lm, suite, interrupted=interrupted)
         self._write(found)
-        if self.json:
-            print(json.dumps(found))
-        else:
-            _print(found)
+        show(found, self.json, _parts)
         _warn(found)
         if interrupted:
-            going_on = " and the same command goes on from here" if self.output is not None else ""
-            print(
-                f"jaxspec: interrupted; above is what was measured{',' if going_on else ''}{going_on}",
-                file=sys.stderr,
-            )
+            going_on = ", and the same command goes on from here" if self.output is not None else ""
+            tell(f"interrupted; above is what was measured{going_on}")
             return INTERRUPTED
         return 0
 
@@ -154,31 +150,23 @@ class Bench:
 
         write_atomic(Path(self.output) / REPORT, json.dumps(report, indent=2) + "\n")
         write_atomic(Path(self.output) / PAGE, page(report))
-        print(f"jaxspec: wrote {Path(self.output) / REPORT} and {PAGE}", file=sys.stderr)
+        tell(f"wrote {Path(self.output) / REPORT} and {PAGE}")
 
 
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from jaxspec.console.tables import Table
+def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
     from jaxspec.measuring.bench.suite_page import figures, summary
     from jaxspec.measuring.bench.suite_report import columns, positions, widest
 
-    console = Console(file=sys.stdout)
-
-    def write(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    write(f"{report['model']}, {report['dtype']}, {report['device']}: {summary(report)}\n")
-    console.print(figures(report))
+    yield f"{report['model']}, {report['dtype']}, {report['device']}: {summary(report)}\n"
+    yield figures(report)
     rates = positions(report)
     if rates:
-        write("\nacceptance by position in the draft, of the rounds with a draft")
+        yield "\nacceptance by position in the draft, of the rounds with a draft"
         rows = [[run, *(f"{rate:.2f}" for rate in by_position)] for run, by_position in rates.items()]
-        console.print(Table(["run", *map(str, range(1, widest(rates) + 1))], rows))
-    write("")
+        yield Table(["run", *map(str, range(1, widest(rates) + 1))], rows)
+    yield ""
     for heading, meaning in columns(report).items():
-        write(f"{heading.replace(chr(10), ' ')}: {meaning}")
+        yield f"{heading.replace(chr(10), ' ')}: {meaning}"
 
 
 def _warn(report: dict[str, Any]) -> None:
@@ -186,4 +174,4 @@ def _warn(report: dict[str, Any]) -> None:
         number = kinds["all"]["num_different"]
         if number:
             texts = "1 text of {} is" if number == 1 else f"{number} texts of {{}} are"
-            print(f"jaxspec: warning: {texts.format(run)} not plain decoding's", file=sys.stderr)
+            tell(f"warning: {texts.format(run)} not plain decoding's")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from jaxspec.cli.options import MethodsOptions, TextOptions
-from jaxspec.console.terminal import printable
+from jaxspec.console.tables import Table
+from jaxspec.console.terminal import printable, tell
 from jaxspec.host.progress import Progress
+from jaxspec.measuring.output import show
 
 # A speed-up from here on is no loss: a few timings differ by as much.
 _NO_LOSS = 0.95
@@ -53,37 +55,25 @@ class Compare(TextOptions):
                 on_progress=progress,
                 **self.generation(),
             )
-        if self.json:
-            print(json.dumps(report))
-        else:
-            _print(report)
+        show(report, self.json, _parts)
         for entry in report["results"]:
-            if entry["speedup"] is not None:
-                _warn_slower(entry["method"], entry["speedup"])
+            if entry["speedup"] is not None and entry["speedup"] < _NO_LOSS:
+                slower = f"slower here than plain decoding ({entry['speedup']:.2f}×)"
+                tell(f"warning: {entry['method']} is {slower}")
         return 0
 
 
-def _warn_slower(name: str, speedup: float) -> None:
-    """Prints one line if a method was clearly slower than plain decoding."""
-    if speedup < _NO_LOSS:
-        print(
-            f"jaxspec: warning: {name} is slower here than plain decoding ({speedup:.2f}×)", file=sys.stderr
-        )
-
-
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
+def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
     from jaxspec.measuring.bench.comparison import table
 
-    print(f"{report['model']}, {report['dtype']}, {report['device']}\n")
-    Console(file=sys.stdout).print(table(report))
-    print("times plain: the median over turns, each against plain decoding in the same turn")
+    yield f"{report['model']}, {report['dtype']}, {report['device']}\n"
+    yield table(report)
+    yield "times plain: the median over turns, each against plain decoding in the same turn"
     if any(entry["lossy"] for entry in report["results"]):
-        print("lossy: the text does not follow the model's own distribution")
-    print()
+        yield "lossy: the text does not follow the model's own distribution"
+    yield ""
     for line in _texts(report["results"]):
-        print(printable(line, sys.stdout))
+        yield printable(line, sys.stdout)
 
 
 def _texts(results: list[dict[str, Any]]) -> list[str]:

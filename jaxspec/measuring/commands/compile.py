@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 from jaxspec.cli.options import Dtype, SamplingOptions, Weights
 from jaxspec.console.environment import compile_only
 from jaxspec.console.output import writable
+from jaxspec.console.tables import Table
 from jaxspec.host.files import write_atomic
 from jaxspec.host.progress import Progress
 from jaxspec.measuring.aot.accelerators import mesh_axes, parse_topology
+from jaxspec.measuring.output import show
 from jaxspec.model.config import KVCacheDtype
 
 
@@ -115,68 +117,55 @@ class Compile:
             "kernels": sorted(programs.kernels),
             **found,
         }
-        if self.json:
-            print(json.dumps(record))
-        else:
-            _print(record, topology.accelerator.source)
+        show(record, self.json, functools.partial(_parts, topology.accelerator.source))
         return 0
 
 
-def _print(record: dict[str, Any], source: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _parts(source: str, record: dict[str, Any]) -> Iterator[str | Table]:
     axes = " × ".join(f"{name} {size}" for name, size in record["mesh"].items())
     held = "" if record["weights"] is None else f" with {record['weights']} weights"
     held += "" if record["kv_cache_dtype"] == "auto" else f", {record['kv_cache_dtype']} cache"
-    table = Table(
-        "",
-        "",
-        title=f"{record['model']}, {record['dtype']}{held}, {record['topology']} ({axes}), {record['method']}, batch "
-        f"{record['batch']}, capacity {record['capacity']}",
-        show_header=False,
+    yield (
+        f"{record['model']}, {record['dtype']}{held}, {record['topology']} ({axes}), {record['method']}, batch "
+        f"{record['batch']}, capacity {record['capacity']}"
     )
-    table.columns[1].justify = "right"
-    table.add_row("fits the memory of a chip", "yes" if record["fits"] else "no")
+    rows = [("fits the memory of a chip", "yes" if record["fits"] else "no")]
     if record["refusal"] is not None:
-        table.add_row("the compiler's message", record["refusal"])
+        rows.append(("the compiler's message", record["refusal"]))
     for name, part in {"rounds": record, "prefill": record["prefill"]}.items():
         if part is not None:
-            table.add_row(f"{name}: arguments per chip", _size(part["argument_bytes_per_device"]))
-            table.add_row(f"{name}: temporaries per chip", _size(part["temporary_bytes_per_device"]))
-            table.add_row(f"{name}: tracing and compiling", f"{part['compile_seconds']:.1f} s")
-    table.add_row("copies of a cache in a round", _number(record["cache_copies"]))
-    table.add_row("caches written back in a round", _number(record["cache_write_backs"]))
-    table.add_row("copies of a weight in a round", _number(record["weight_copies"]))
+            rows.append((f"{name}: arguments per chip", _size(part["argument_bytes_per_device"])))
+            rows.append((f"{name}: temporaries per chip", _size(part["temporary_bytes_per_device"])))
+            rows.append((f"{name}: tracing and compiling", f"{part['compile_seconds']:.1f} s"))
+    rows.append(("copies of a cache in a round", _number(record["cache_copies"])))
+    rows.append(("caches written back in a round", _number(record["cache_write_backs"])))
+    rows.append(("copies of a weight in a round", _number(record["weight_copies"])))
     if record["weights"] is not None:
-        table.add_row("products", f"{record['weights']} weights × {record['dtype']} activations")
-    table.add_row("quantised weights written as floats", _number(record["dequantised_weights"]))
+        rows.append(("products", f"{record['weights']} weights × {record['dtype']} activations"))
+    rows.append(("quantised weights written as floats", _number(record["dequantised_weights"])))
     for kind, count in (record["collectives"] or {}).items():
-        table.add_row(f"{kind} in a round", _number(count))
+        rows.append((f"{kind} in a round", _number(count)))
     if record["cycles"] is not None:
-        table.add_row("weights and caches multiplied by the vector unit", _number(record["vector_products"]))
+        rows.append(("weights and caches multiplied by the vector unit", _number(record["vector_products"])))
     if record["kernels_per_round"] is not None:
-        table.add_row("kernels started in a round", _number(record["kernels_per_round"]))
+        rows.append(("kernels started in a round", _number(record["kernels_per_round"])))
         per_layer = record["kernels_per_layer"]
-        table.add_row("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}")
-        table.add_row("of jaxspec, if the device passes their check", ", ".join(record["kernels"]) or "none")
+        rows.append(("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}"))
+        rows.append(("of jaxspec, if the device passes their check", ", ".join(record["kernels"]) or "none"))
     if record.get("bandwidth_share") is not None:
-        table.add_row("share of the bandwidth, by a fit", f"{record['bandwidth_share']:.2f}")
+        rows.append(("share of the bandwidth, by a fit", f"{record['bandwidth_share']:.2f}"))
     speed = record["predicted_tokens_per_second"]
     if speed is not None or record["cycles"] is None:
         predicted = "unknown" if speed is None else f"{speed:,.0f} tokens/s"
-        table.add_row("plain decoding, predicted upper bound", predicted)
-    console = Console(file=sys.stdout)
-    console.print(table)
+        rows.append(("plain decoding, predicted upper bound", predicted))
+    yield Table((), rows, name=60)
     if record["cycles"] is not None:
-        _print_cycles(console, record["cycles"], (record["prefill"] or {}).get("cycles"))
-    console.print(f"predicted from the figures of {source}", highlight=False, soft_wrap=True)
+        yield from _cycles(record["cycles"], (record["prefill"] or {}).get("cycles"))
+    yield f"predicted from the figures of {source}"
 
 
-def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] | None) -> None:
-    """Prints the compiler's estimates in thousands of cycles, one column for each part of a round."""
-    from rich.table import Table
-
+def _cycles(cycles: dict[str, Any], prefill: dict[str, Any] | None) -> Iterator[str | Table]:
+    """Yields the compiler's estimates in thousands of cycles, one column for each part of a round."""
     from jaxspec.measuring.aot.cycles import EXCHANGES
 
     columns = {"round": cycles["round"], **cycles["stages"]}
@@ -184,24 +173,20 @@ def _print_cycles(console: Any, cycles: dict[str, Any], prefill: dict[str, Any] 
         columns["draft step"] = cycles["draft_step"]
     if prefill is not None:
         columns["prompt chunk"] = prefill["round"]
-    table = Table("thousands of cycles", *columns, title="the compiler's estimate, not a time")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    rows = [{**part["split"], "all": part["cycles"], "floor": part["floor"]} for part in columns.values()]
-    for name in rows[0]:
-        if name != EXCHANGES:  # the compiler does not estimate their cycles; their bytes are printed below
-            table.add_row(name, *(f"{row[name] / 1e3:,.0f}" for row in rows))
-    table.add_row("floor ÷ all", *(f"{part['of_floor']:.2f}" for part in columns.values()))
-    console.print(table)
+    figures = [{**part["split"], "all": part["cycles"], "floor": part["floor"]} for part in columns.values()]
+    # The compiler does not estimate the cycles of collectives; their bytes are printed below.
+    names = [name for name in figures[0] if name != EXCHANGES]
+    rows = [[name, *(f"{part[name] / 1e3:,.0f}" for part in figures)] for name in names]
+    rows.append(["floor ÷ all", *(f"{part['of_floor']:.2f}" for part in columns.values())])
+    yield "\nthe compiler's estimate, not a time"
+    yield Table(("thousands of cycles", *columns), rows, name=20)
     for name, loop in cycles["loops"].items():
         count = "once or never" if loop["trips"] is None else f"{loop['trips']} ×"
-        console.print(f"{name}: {count} {loop['cycles']:,} cycles", highlight=False, soft_wrap=True)
+        yield f"{name}: {count} {loop['cycles']:,} cycles"
     if cycles["exchanged_bytes"]:
-        console.print(
-            f"exchanged in a round: {_size(cycles['exchanged_bytes'])}; its cycles are not estimated"
-        )
+        yield f"exchanged in a round: {_size(cycles['exchanged_bytes'])}; its cycles are not estimated"
     milliseconds = f"{1e3 / cycles['clock'] * cycles['round']['cycles']:.2f} ms"
-    console.print(f"a round at {cycles['clock'] / 1e9:.2f} GHz: {milliseconds}", highlight=False)
+    yield f"a round at {cycles['clock'] / 1e9:.2f} GHz: {milliseconds}"
 
 
 def _size(size: float | None) -> str:

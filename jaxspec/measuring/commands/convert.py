@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxspec.cli.options import Dtype
 from jaxspec.console.parsing import Positional
+from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
 
 if TYPE_CHECKING:
@@ -71,9 +71,8 @@ class Convert:
             destination.mkdir(parents=True, exist_ok=True)
             tokenizer.copy_files(source, destination)
             save(destination, config, params, generation=generation, trained_for=trained_for)
-        print(f"jaxspec: wrote {destination} ({_summary(self.to, config, params)})", file=sys.stderr)
-        for line in report:
-            print(f"jaxspec: {line}", file=sys.stderr)
+        for line in (f"wrote {destination} ({_summary(self.to, config, params)})", *report):
+            tell(line)
         return 0
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +12,10 @@ from jaxspec.cli.options import ModelOptions
 from jaxspec.console.output import check_directory
 from jaxspec.console.parsing import Positional
 from jaxspec.console.tables import Table
+from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
 from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.measuring.output import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +100,9 @@ class Inspect:
 
                 progress("drawing")
                 report["figures"] = save_figures(report, self.output)
-        if self.json:
-            print(json.dumps(report))
-            return 0
-        _print(report)
-        for path in report["figures"].values():
-            print(f"jaxspec: wrote {path}", file=sys.stderr)
+        show(report, self.json, _parts)
+        for path in () if self.json else report["figures"].values():
+            tell(f"wrote {path}")
         return 0
 
     def _analyses(self, prompts: list[str]) -> bool:
@@ -134,45 +132,33 @@ class Inspect:
         return prompts
 
 
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    console.print(
-        f"{report['model']}, {report['dtype']}, {report['device']}\n", markup=False, highlight=False
-    )
+def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
+    yield f"{report['model']}, {report['dtype']}, {report['device']}\n"
     if "prompts" in report:
-        _print_analysis(report, console)
+        number = len(report["prompts"])
+        yield f"Average cosine similarity (ACS) over {number} prompt{'s' if number > 1 else ''}"
+        yield _summary_table(report)
+        yield "ACS by layer, and how often the exit after it has the whole model's next token"
+        yield _layer_table(report)
+        yield f"Masks by ADMG, α {report['alpha']:g}, m {report['every']}, n {report['keep_last']}"
+        yield "one mark per layer: █ runs, ▄ MLP alone, · skipped"
+        yield _mask_table(report)
     if "fitness" in report:
-        _print_fitness(report["fitness"], console)
+        yield from _fitness(report["fitness"])
     if "int8" in report:
         from jaxspec.measuring.tuning.fidelity import lines
 
-        console.print("\n".join(lines(report["int8"])), highlight=False, soft_wrap=True)
+        yield from lines(report["int8"])
 
 
-def _print_analysis(report: dict[str, Any], console: Any) -> None:
-    number = len(report["prompts"])
-    titled = {
-        f"Average cosine similarity (ACS) over {number} prompt{'s' if number > 1 else ''}": _summary_table,
-        "ACS by layer, and agreement of the exit after it with the whole model's next token": _layer_table,
-        f"Masks by ADMG, α {report['alpha']:g}, m {report['every']}, n {report['keep_last']}; "
-        "one mark per layer: █ runs, ▄ MLP alone, · skipped": _mask_table,
-    }
-    for title, table in titled.items():
-        # A title of the table itself would be wrapped to the table's width.
-        console.print(title, highlight=False)
-        console.print(table(report))
-
-
-def _print_fitness(report: dict[str, Any], console: Any) -> None:
+def _fitness(report: dict[str, Any]) -> Iterator[str | Table]:
     from jaxspec.measuring.tuning.fitness_report import by_exit
 
     layers, cells = by_exit(report)
-    console.print(f"Fitness by exit after {', '.join(map(str, layers))} layers", highlight=False)
+    yield f"Fitness by exit after {', '.join(map(str, layers))} layers"
     headings = ("text", "loss", "agreement", "confidence", "answers right")
-    console.print(Table(headings, [[kind, *row.values()] for kind, row in cells.items()], left=5))
-    console.print(f"The gate: {'passed' if report['passed'] else 'failed'}", highlight=False)
+    yield Table(headings, [[kind, *row.values()] for kind, row in cells.items()], left=5)
+    yield f"The gate: {'passed' if report['passed'] else 'failed'}"
     rows = [
         [
             check["name"],
@@ -182,7 +168,7 @@ def _print_fitness(report: dict[str, Any], console: Any) -> None:
         ]
         for check in report["checks"]
     ]
-    console.print(Table(("condition", "found", "wanted", ""), rows, name=40, left=4))
+    yield Table(("condition", "found", "wanted", ""), rows, name=40, left=4)
 
 
 def _summary_table(report: dict[str, Any]) -> Table:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from jaxspec.cli.options import ModelOptions
+from jaxspec.console.tables import Table
+from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from jaxspec.measuring.output import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +51,11 @@ class Profile:
         """Measures or predicts; returns the exit status."""
         self._check()
         if self.device_model is not None:
-            report, show = self._predict(), _print_prediction
+            show(self._predict(), self.json, _prediction)
         elif self.costs:
-            report, show = self._costs(), _print_costs
+            show(self._costs(), self.json, _costs)
         else:
-            report, show = self._profile(), _print
-        if self.json:
-            print(json.dumps(report))
-        else:
-            show(report)
+            show(self._profile(), self.json, _parts)
         return 0
 
     def _check(self) -> None:
@@ -120,7 +115,7 @@ class Profile:
                 lm, fresh=self.fresh, on_progress=progress, on_warning=warnings.append
             )
         for line in warnings:
-            print(f"jaxspec: warning: {line}", file=sys.stderr)
+            tell(f"warning: {line}")
         table = speedup_table(costs, kinds(costs.num_layers), batch=self.batch or 1)
         return {
             "measured_now": measured,
@@ -145,90 +140,78 @@ class Profile:
             return report(*given, resolve_weights(self.model.weights), self.model.kv_cache_dtype)
 
 
-def _print(report: dict[str, Any]) -> None:
-    table = _table(f"{report['model']}, {report['dtype']}, {report['device']}")
-    floor, fraction = report["floor_ms"], report["floor_fraction"]
-    table.add_row("floor: read all weights once", f"{floor:.3f} ms")
+def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
+    yield f"{report['model']}, {report['dtype']}, {report['device']}"
     steps: dict[str, float] = report["step_ms"]
-    for rows, step_ms in steps.items():
-        table.add_row(f"step of {rows} row{'s' if rows != '1' else ''}", f"{step_ms:.3f} ms")
-    table.add_row("floor ÷ step of 1 row, fastest of each", f"{fraction:.2f}")
-    table.add_row("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}")
-    tree, traced = report["tree_ratio"], report["traced_tree_ratio"]
-    table.add_row("round with a tree of 8 tokens ÷ with a chain of 8", f"{tree:.2f}")
-    table.add_row("  with a tree of traced shape", f"{traced:.2f}")
-    table.add_row("each live token, from 100 to 1,000", f"{report['live_token_us']:.2f} µs")
-    table.add_row("  its keys and values at the floor's bandwidth", f"{report['live_token_floor_us']:.2f} µs")
-    table.add_row("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s")
-    table.add_row("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s")
-    _show(table)
+    rows = [("floor: read all weights once", f"{report['floor_ms']:.3f} ms")]
+    rows += [(_step(int(rows)), f"{step_ms:.3f} ms") for rows, step_ms in steps.items()]
+    rows += [
+        ("floor ÷ step of 1 row, fastest of each", f"{report['floor_fraction']:.2f}"),
+        ("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}"),
+        ("round with a tree of 8 tokens ÷ with a chain of 8", f"{report['tree_ratio']:.2f}"),
+        ("  with a tree of traced shape", f"{report['traced_tree_ratio']:.2f}"),
+        ("each live token, from 100 to 1,000", f"{report['live_token_us']:.2f} µs"),
+        ("  its keys and values at the floor's bandwidth", f"{report['live_token_floor_us']:.2f} µs"),
+        ("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s"),
+        ("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s"),
+    ]
+    yield Table((), rows, name=60)
 
 
-def _print_costs(report: dict[str, Any]) -> None:
+def _costs(report: dict[str, Any]) -> Iterator[str | Table]:
     from jaxspec.costs.rounds import StepCosts
 
     costs = StepCosts(**report["costs"])
-    table = _table(f"{costs.model}, {costs.dtype}, {costs.device}, after {costs.live} tokens")
-    for rows, batch, step_ms in costs.full_ms:
+    yield f"{costs.model}, {costs.dtype}, {costs.device}, after {costs.live} tokens"
+    rows = []
+    for number, batch, step_ms in costs.full_ms:
         texts = "" if batch == 1 else f" of each of {batch} texts"
-        table.add_row(f"step of {rows} row{'s' if rows > 1 else ''}{texts}", f"{step_ms:.3f} ms")
+        rows.append((f"{_step(number)}{texts}", f"{step_ms:.3f} ms"))
     cut, layers = costs.cut_layers, costs.num_layers
-    table.add_row(f"step of 1 row through {cut} of {layers} layers and the head", f"{costs.cut_ms:.3f} ms")
-    table.add_row("  one layer", f"{costs.step_ms(layers=1) - costs.step_ms(layers=0):.3f} ms")
-    table.add_row("each live token", f"{1e3 * costs.live_token_ms:.2f} µs")
-    table.add_row("overhead of a round", f"{costs.loop_ms:.3f} ms")
-    table.add_row("n-gram lookup of a draft", f"{costs.lookup_ms:.3f} ms")
-    table.add_row("prefill of a token", f"{costs.absorb_ms:.3f} ms")
-    _show(table)
-    _print_speedups(report["speedups"], f"predicted from these costs, {_texts(report['batch'])}")
+    rows += [
+        (f"step of 1 row through {cut} of {layers} layers and the head", f"{costs.cut_ms:.3f} ms"),
+        ("  one layer", f"{costs.step_ms(layers=1) - costs.step_ms(layers=0):.3f} ms"),
+        ("each live token", f"{1e3 * costs.live_token_ms:.2f} µs"),
+        ("overhead of a round", f"{costs.loop_ms:.3f} ms"),
+        ("n-gram lookup of a draft", f"{costs.lookup_ms:.3f} ms"),
+        ("prefill of a token", f"{costs.absorb_ms:.3f} ms"),
+    ]
+    yield Table((), rows, name=60)
+    yield from _speedups(report["speedups"], f"predicted from these costs, {_texts(report['batch'])}")
 
 
-def _print_prediction(report: dict[str, Any]) -> None:
+def _prediction(report: dict[str, Any]) -> Iterator[str | Table]:
     from jaxspec.measuring.aot.roofline import CAPACITY
 
-    title = f"prediction, not a measurement: {report['shape']} on {report['device']}, {report['dtype']}"
-    table = _table(title)
-    table.add_row("bandwidth", f"{1e-9 * report['bandwidth']:,.0f} GB/s")
-    table.add_row("peak operations per second", f"{1e-12 * report['flops']:,.0f} · 10¹²")
-    if report["estimated"]:
-        table.add_row("steps", "from the compiler's cycles")
-    else:
-        table.add_row("start of an operation (assumed)", f"{report['launch_us']:g} µs")
-    table.add_row(f"step of plain decoding, {_texts(report['batch'])}", f"{report['plain_ms']:.3f} ms")
-    table.add_row(f"weights and a cache of {CAPACITY:,} tokens", f"{report['needed_gb']:.1f} GB")
+    yield f"prediction, not a measurement: {report['shape']} on {report['device']}, {report['dtype']}"
+    rows = [
+        ("bandwidth", f"{1e-9 * report['bandwidth']:,.0f} GB/s"),
+        ("peak operations per second", f"{1e-12 * report['flops']:,.0f} · 10¹²"),
+        ("steps", "from the compiler's cycles")
+        if report["estimated"]
+        else ("start of an operation (assumed)", f"{report['launch_us']:g} µs"),
+        (f"step of plain decoding, {_texts(report['batch'])}", f"{report['plain_ms']:.3f} ms"),
+        (f"weights and a cache of {CAPACITY:,} tokens", f"{report['needed_gb']:.1f} GB"),
+    ]
     if needs := " or ".join(filter(None, report["remedies"])):
-        table.add_row("they do not fit its memory", f"give {needs}")
-    _show(table)
-    _print_speedups(
-        report["speedups"], f"prediction, {_texts(report['batch'])}, {report['live']} live tokens"
-    )
+        rows.append(("they do not fit its memory", f"give {needs}"))
+    yield Table((), rows, name=60)
+    about = f"prediction, {_texts(report['batch'])}, {report['live']} live tokens"
+    yield from _speedups(report["speedups"], about)
 
 
-def _print_speedups(speedups: dict[str, Any], title: str) -> None:
-    from rich.table import Table
-
-    table = Table("acceptance", *speedups, title=f"speed-up over plain decoding (draft tokens): {title}")
+def _speedups(speedups: dict[str, Any], about: str) -> Iterator[str | Table]:
+    yield f"\nspeed-up over plain decoding (draft tokens): {about}"
+    rows = []
     for rate in next(iter(speedups.values())):
         cells = (by_rate[rate] for by_rate in speedups.values())
-        table.add_row(rate, *(f"{one['speedup']:.2f} ({one['num_draft_tokens']})" for one in cells))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    _show(table)
+        rows.append([rate, *(f"{one['speedup']:.2f} ({one['num_draft_tokens']})" for one in cells)])
+    yield Table(("acceptance", *speedups), rows)
+
+
+def _step(rows: int) -> str:
+    return f"step of {rows} row{'s' if rows > 1 else ''}"
 
 
 def _texts(batch: int) -> str:
     return "one text" if batch == 1 else f"{batch} texts"
-
-
-def _table(title: str) -> Table:
-    from rich.table import Table
-
-    table = Table("", "", title=title, show_header=False)
-    table.columns[1].justify = "right"
-    return table
-
-
-def _show(table: Table) -> None:
-    from rich.console import Console
-
-    Console(file=sys.stdout).print(table)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
+from collections.abc import Iterator
 from typing import Any
 
 from jaxspec.cli.options import ModelOptions
@@ -14,6 +13,7 @@ from jaxspec.console.tables import Table
 from jaxspec.console.terminal import tell
 from jaxspec.host.extras import require
 from jaxspec.host.progress import Progress
+from jaxspec.measuring.output import show
 from jaxspec.measuring.tuning.tuning_options import PromptOptions, SearchOptions
 
 
@@ -68,32 +68,19 @@ class Search:
                 )
                 write_plan(output, lm.fingerprint, found.best.plan, found_by(found, options))
         result = report(lm, found, options) | {"output": str(output)}
-        if self.json:
-            print(json.dumps(result))
-        else:
-            _print(result)
+        show(result, self.json, _parts)
         best = result["best"]
         speedup = best["score"] if options.objective == "speed" else best["predicted_speedup"]
         if speedup < 1:
-            print(
-                f"jaxspec: warning: with every mask tried, drafts are slower than plain decoding ({speedup:.2f}×)",
-                file=sys.stderr,
-            )
+            tell(f"warning: with every mask tried, drafts are slower than plain decoding ({speedup:.2f}×)")
         if found.interrupted:
-            print(
-                f"jaxspec: interrupted; the best so far is in {output}; the same command continues",
-                file=sys.stderr,
-            )
+            tell(f"interrupted; the best so far is in {output}; the same command continues")
             return INTERRUPTED
         return 0
 
 
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    title = f"{report['model']}, {report['dtype']}, {report['device']}; {report['num_masks']:,.4g} masks"
-    console.print(title, markup=False, highlight=False)
+def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
+    yield f"{report['model']}, {report['dtype']}, {report['device']}; {report['num_masks']:,.4g} masks"
     by_speed = report["objective"] == "speed"
     headings = ["search", "masks tried", "seconds", "skips attention + MLP"]
     headings += ["tokens/s", "speed-up"] if by_speed else ["agreement", "draft tokens", "predicted speed-up"]
@@ -106,11 +93,8 @@ def _print(report: dict[str, Any]) -> None:
             worth += [f"{entry['predicted_speedup']:.2f}"]
         skipped = f"{len(entry['skip_attention'])} + {len(entry['skip_mlp'])}"
         rows.append([entry["search"], str(entry["trials"]), f"{entry['seconds']:.0f}", skipped, *worth])
-    console.print(Table(headings, rows))
-    best = report["best"]
+    yield Table(headings, rows)
     for name, key in (("attention", "skip_attention"), ("MLP", "skip_mlp")):
-        layers = ", ".join(map(str, best[key])) or "none"
-        console.print(f"best of all skips {name} of layers: {layers}", highlight=False, soft_wrap=True)
-    console.print(
-        f"written to {report['output']}, for --method draft-verify", highlight=False, soft_wrap=True
-    )
+        layers = ", ".join(map(str, report["best"][key])) or "none"
+        yield f"best of all skips {name} of layers: {layers}"
+    yield f"written to {report['output']}, for --method draft-verify"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +11,9 @@ from jaxspec.cli.options import ModelOptions
 from jaxspec.console.output import output_file
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.tables import Table
+from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
+from jaxspec.measuring.output import show
 from jaxspec.measuring.tuning.tuning_options import ASDGrid, PromptOptions, S2DGrid, Sweep
 
 if TYPE_CHECKING:
@@ -91,19 +91,13 @@ class Tune:
             **report,
             "output": str(output),
         }
-        if self.json:
-            print(json.dumps(report))
-        else:
-            _print(report)
+        show(report, self.json, _parts)
         best = report["results"][0]
         if best["score"] < 1:
-            print(
-                f"jaxspec: warning: {self.method} is slower here than plain decoding ({best['score']:.2f}×) with "
-                "all of these settings",
-                file=sys.stderr,
-            )
+            slower = f"slower here than plain decoding ({best['score']:.2f}×)"
+            tell(f"warning: {self.method} is {slower} with all of these settings")
         if report["interrupted"]:
-            print(f"jaxspec: interrupted; the best so far is in {output}", file=sys.stderr)
+            tell(f"interrupted; the best so far is in {output}")
             return INTERRUPTED
         return 0
 
@@ -131,10 +125,7 @@ class Tune:
         found_by = {"command": "jaxspec tune --method auto", **about}
         acceptance_file.write_acceptance(output, lm.fingerprint, expected, found_by)
         report = {"model": lm.name, "method": self.method, **about, "results": results, "output": str(output)}
-        if self.json:
-            print(json.dumps(report))
-        else:
-            _print_acceptance(report)
+        show(report, self.json, _acceptance)
         return 0
 
     def _asd(self, lm: LanguageModel, progress: Progress) -> tuple[Path, dict[str, Any]]:
@@ -229,25 +220,19 @@ _COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
-def _print_acceptance(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    console.print(f"{report['model']}, {report['dtype']}", markup=False, highlight=False)
+def _acceptance(report: dict[str, Any]) -> Iterator[str | Table]:
+    yield f"{report['model']}, {report['dtype']}"
     rows = []
     for row in report["results"]:
         shares = (row["draft_acceptance_rate"], row["tokens_per_round"])
         counts = (str(row["rounds"]), str(row["num_draft_tokens"]))
         rows.append([row["candidate"], *counts, *("–" if one is None else f"{one:.2f}" for one in shares)])
     headings = ("candidate", "rounds", "drafted", "acceptance rate", "tokens per round")
-    console.print(Table(headings, rows, name=30))
-    console.print(f"written to {report['output']}, for --method auto", highlight=False, soft_wrap=True)
+    yield Table(headings, rows, name=30)
+    yield f"written to {report['output']}, for --method auto"
 
 
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
+def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
     title = f"{report['model']}, {report['dtype']}, {report['device']}"
     if "exits" in report:
         title += f", exits after {', '.join(map(str, report['exits']))} layers"
@@ -258,7 +243,7 @@ def _print(report: dict[str, Any]) -> None:
     ):
         if not rows:
             continue
-        console.print(caption, markup=False, highlight=False)
+        yield caption
         headings = (first, *columns, "acceptance rate", "tokens/s", "speed-up")
         cells = []
         for row in rows:
@@ -269,9 +254,7 @@ def _print(report: dict[str, Any]) -> None:
                 f"{row['score']:.2f}",
             ]
             cells.append([str(row[first]), *(cell(row) for cell in columns.values()), *figures])
-        console.print(Table(headings, cells, name=30))
+        yield Table(headings, cells, name=30)
     different = f", {report['distinct']} different on these prompts" if "distinct" in report else ""
-    console.print(f"{report['settings']} settings{different}", highlight=False)
-    console.print(
-        f"written to {report['output']}, for --method {report['method']}", highlight=False, soft_wrap=True
-    )
+    yield f"{report['settings']} settings{different}"
+    yield f"written to {report['output']}, for --method {report['method']}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from jaxspec.cli.options import ModelOptions
 from jaxspec.console.output import output_file
 from jaxspec.console.tables import Table
 from jaxspec.host.progress import Progress
+from jaxspec.measuring.output import show
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -92,10 +92,7 @@ class Vocab:
             **found_by,
             "output": str(output),
         }
-        if self.json:
-            print(json.dumps(report))
-        else:
-            _print(report)
+        show(report, self.json, _parts)
         return 0
 
     def _written(self, lm: LanguageModel, progress: Progress) -> list[list[int]]:
@@ -111,24 +108,15 @@ class Vocab:
         return continuations(lm, prompts, budget, progress)
 
 
-def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout)
-    console.print(
+def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
+    yield (
         f"{report['model']}: {report['num_counted']:,} tokens counted, {report['ranked']:,} of "
-        f"{report['vocab_size']:,} ranked, {report['always']} of them always included",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        f"{report['vocab_size']:,} ranked, {report['always']} of them always included"
     )
     rows = [[str(size), f"{100 * share:.1f} %"] for size, share in report["coverage"].items()]
-    console.print(Table(("--draft-vocab", "share of the counted tokens"), rows))
-    console.print(f"written to {report['output']}, for --draft-vocab N", highlight=False, soft_wrap=True)
-    console.print(
+    yield Table(("--draft-vocab", "share of the counted tokens"), rows)
+    yield f"written to {report['output']}, for --draft-vocab N"
+    yield (
         "On other text the share is lower, especially after a small count. `jaxspec compare --run 'asd --draft-vocab "
-        "N'` measures the acceptance.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        "N'` measures the acceptance."
     )
