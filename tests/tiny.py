@@ -43,7 +43,7 @@ from jaxspec.heads.medusa.network import MedusaConfig
 from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.model import llama
-from jaxspec.model.config import LlamaConfig
+from jaxspec.model.config import LlamaConfig, RopeScaling, Scores
 from jaxspec.model.head import HeadConfig
 from jaxspec.model.lora import PARTS
 from jaxspec.model.plan import LayerPlan
@@ -104,6 +104,70 @@ def gamma(first: float | jax.Array, most: int | None = None) -> AdaptiveGamma:
     """Returns the adaptive γ of the paper, or of its code, with larger steps so that a short text changes it."""
     numbers = map(jnp.float32, (first, 0.5, 0.3, 0.5, 0.2))
     return AdaptiveGamma(*numbers, full_length=None if most is None else jnp.int32(most))
+
+
+# The choices of the families that Llama does not have, in few blocks. Values by layer are repeated.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "windows": {"sliding_windows": (2, 12, None)},
+    "gemma": {
+        "head_dim": 8,
+        "norm_placement": "sandwich",
+        "norm_offset": 0.7,
+        "qk_norm": True,
+        "sliding_windows": (None, 5),
+        "window_rope_theta": 30.0,
+        "rope_scaling": RopeScaling(
+            "yarn", 4.0, original_max_position_embeddings=7, attention_factor=1.2, query_beta=0.3
+        ),
+        "rotary_dim": 4,
+        "scores": Scores(0.4, 0.9),
+        "logit_cap": 30.0,
+        "embedding_multiplier": 2.5,
+        "tie_embeddings": True,
+        "activation": "gelu_tanh",
+    },
+    "olmo": {
+        "head_dim": 6,
+        "norm_placement": "post",
+        "qk_norm": True,
+        "qk_norm_over_heads": True,
+        "sliding_windows": (3, None),
+        "rotated": (True, False),
+        "residual_multiplier": 0.6,
+        "logit_multiplier": 0.5,
+        "rope_scaling": RopeScaling(
+            "longrope",
+            3.0,
+            original_max_position_embeddings=8,
+            attention_factor=1.1,
+            short_factors=(1.0, 1.2, 1.5),
+            long_factors=(1.5, 3.0, 4.0),
+        ),
+    },
+    "granite": {
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logit_multiplier": 0.25,
+        "scores": Scores(0.2),
+        "tie_embeddings": True,
+    },
+}
+BY_LAYER = ("sliding_windows", "rotated")
+
+
+def with_block(name: str, config: LlamaConfig) -> LlamaConfig:
+    """Returns the configuration with one of `BLOCKS`."""
+    changes = dict(BLOCKS[name])
+    for field in BY_LAYER:
+        changes[field] = _in_turns(changes.get(field, ()), config.num_layers)
+    return dataclasses.replace(config, **changes)
+
+
+def _in_turns(values: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    return tuple(itertools.islice(itertools.cycle(values), count))
 
 
 # Stop rules by name, as functions of the width of the draft's hidden states.
@@ -185,9 +249,9 @@ def _recycling(parents: tuple[int, ...], ranks: tuple[int, ...], **changes: Any)
 
 
 def narrow(config: LlamaConfig, num_layers: int) -> LlamaConfig:
-    """Returns a narrower model of this many layers, which have the windows of the first layers in turn."""
-    windows = tuple(itertools.islice(itertools.cycle(config.sliding_windows), num_layers))
-    return dataclasses.replace(config, num_layers=num_layers, intermediate_size=20, sliding_windows=windows)
+    """Returns a narrower model of this many layers, which have the choices of the first layers in turn."""
+    by_layer = {name: _in_turns(getattr(config, name), num_layers) for name in BY_LAYER}
+    return dataclasses.replace(config, num_layers=num_layers, intermediate_size=20, **by_layer)
 
 
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -297,21 +361,25 @@ def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return S2D(config, exits, sure, rule, K, sorted_target=True), None
 
 
+def _head_block(config: LlamaConfig, num_layers: int = 1) -> LlamaConfig:
+    """Returns the layers of a head of a small target, which have the windows of its first layers in turn."""
+    windows = _in_turns(config.sliding_windows, num_layers)
+    return config.plain.block(num_layers, intermediate_size=20, sliding_windows=windows)
+
+
 def eagle_head(config: LlamaConfig, **changes: Any) -> EagleConfig:
     """Returns the config of an EAGLE-1 head of a small target."""
-    block = narrow(config.plain, 1)
-    return EagleConfig(block, fc_bias=True, **changes)
+    return EagleConfig(_head_block(config), fc_bias=True, **changes)
 
 
 def eagle3_head(config: LlamaConfig, num_layers: int = 1, **changes: Any) -> EagleConfig:
     """Returns the config of an EAGLE-3 head of a small target."""
-    block = narrow(config.plain, num_layers)
     given: dict[str, Any] = {
         "aux_layers": (0, 1, config.num_layers),
         "head_size": config.vocab_size,
         **changes,
     }
-    return EagleConfig(block, kind="eagle3", **given)
+    return EagleConfig(_head_block(config, num_layers), kind="eagle3", **given)
 
 
 @functools.cache

@@ -47,7 +47,8 @@ def params(config: LlamaConfig = TARGET, seed: int = 5) -> llama.Params:
     """
     drawn = reference.random_params(config.plain, seed)
     shared = np.random.default_rng(seed).standard_normal((2, config.vocab_size, config.hidden_size))
-    drawn["embed"], drawn["head"] = shared.astype(np.float32) * np.array([[[1.0]], [[0.6]]], np.float32)
+    scaled = shared.astype(np.float32) * np.array([[[1.0]], [[0.6]]], np.float32)
+    drawn |= {name: one for name, one in zip(("embed", "head"), scaled, strict=True) if name in drawn}
     return with_copies(config, jax.tree.map(jnp.asarray, drawn))
 
 

@@ -412,15 +412,17 @@ def test_rows_take_the_places_of_others(combination):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("ngram", "token-recycling", "draft-model", "layerskip", "eagle-tree")
+@pytest.mark.representatives(
+    *(f"windows-{name}" for name in ("ngram", "token-recycling", "draft-model", "layerskip", "eagle-tree")),
+    *("gemma-layerskip", "gemma-asd", "olmo-eagle-tree", "olmo-s2d", "granite-clasp"),
+)
 @pytest.mark.parametrize("drafter", tiny.DRAFTERS)
-def test_layers_with_a_window_keep_their_window(monkeypatch, drafter):
+@pytest.mark.parametrize("block", tiny.BLOCKS)
+def test_every_drafter_on_every_block(monkeypatch, block, drafter):
     """The texts go several times round the rings, which are as small as possible; one ring begins as a whole cache."""
-    config = tiny.config_of(drafter)
-    windows = tuple(itertools.islice(itertools.cycle((2, 12, None)), config.num_layers))
     rule = "constant" if tiny.DRAFTERS[drafter].has_rule else "-"
     # The norm makes it another config than that of tests with the usual rings, whose programs have other shapes.
-    config = dataclasses.replace(config, sliding_windows=windows, rms_norm_eps=1.1e-5)
+    config = dataclasses.replace(tiny.with_block(block, tiny.config_of(drafter)), rms_norm_eps=1.1e-5)
     loop = tiny.loop(tiny.Combination(drafter, rule, "greedy"), config=config)
     spare = max(8, loop.parts.drafter.reach)  # a chunk of a prompt has 8 tokens
     monkeypatch.setattr(kv, "MOST_ROWS", spare)

@@ -13,11 +13,12 @@ import pytest
 
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
-from jaxspec.model.config import LlamaConfig, RopeScaling, Scores
+from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.numerics import cosine
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import run_prompts
 from jaxspec.testing import reference
+from tests import tiny
 
 TOLERANCE = 1e-4
 CAPACITY = 32
@@ -53,41 +54,7 @@ CONFIGS = {
     ),
     "sliding": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(5, 5)),
     "int8_cache": dataclasses.replace(BASE, kv_cache_dtype="int8"),
-    # All choices of the families that Llama does not have, in two models.
-    "gemma": dataclasses.replace(
-        BASE,
-        head_dim=8,
-        norm_placement="sandwich",
-        norm_offset=0.7,
-        qk_norm=True,
-        sliding_windows=(None, 5),
-        window_rope_theta=30.0,
-        rope_scaling=RopeScaling(
-            "yarn", 4.0, original_max_position_embeddings=7, attention_factor=1.2, query_beta=0.3
-        ),
-        rotary_dim=4,
-        scores=Scores(0.4, 0.9),
-        logit_cap=1.3,
-        embedding_multiplier=2.5,
-        activation="gelu_tanh",
-    ),
-    "olmo": dataclasses.replace(
-        BASE,
-        norm_placement="post",
-        qk_norm=True,
-        qk_norm_over_heads=True,
-        rotated=(True, False),
-        residual_multiplier=0.6,
-        logit_multiplier=0.5,
-        rope_scaling=RopeScaling(
-            "longrope",
-            3.0,
-            original_max_position_embeddings=8,
-            attention_factor=1.1,
-            short_factors=(1.0, 1.2, 1.5),
-            long_factors=(1.5, 3.0, 4.0),
-        ),
-    ),
+    **{name: tiny.with_block(name, BASE) for name in tiny.BLOCKS},
     # Its cache keeps the windows only, see `rings`.
     "rings": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(2, 5)),
 }
@@ -126,7 +93,7 @@ def test_whole_rows_at_once(name):
         np.testing.assert_allclose(np.asarray(logits)[row], expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.representatives("grouped", "qwen3", "llama3", "rings", "gemma", "olmo")
+@pytest.mark.representatives("grouped", "qwen3", "llama3", "rings", *tiny.BLOCKS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_in_pieces_then_token_by_token(monkeypatch, name):
     """Ragged prompts are prefilled in chunks, then every row continues from its own length."""
@@ -271,7 +238,7 @@ def test_layer_ranges():
         np.testing.assert_allclose(late[row], reference.forward(config, params, text), atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["sliding", "biases", "gemma"])
+@pytest.mark.parametrize("name", ["sliding", "biases", "gemma", "olmo"])
 def test_training_block_sees_only_its_segment(name):
     """Two documents packed in one row have the same outputs as each alone."""
     config, params, text = CONFIGS[name], _params(name), _texts()[0]

@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from tests import tiny
 from tests.training.test_training_run import STORIES, arguments, losses_of, metrics, one_error
 from training import layerskip, sft
 from training.data import reading
@@ -25,6 +26,7 @@ SHAPES = {
         31, 8, 12, 2, num_heads=4, num_kv_heads=1, head_dim=4, qkv_bias=True, output_bias=True, mlp_bias=True
     ),
 }
+SHAPES |= {name: tiny.with_block(name, SHAPES["grouped"]) for name in ("gemma", "olmo")}
 
 
 def drawn(config: LlamaConfig):
@@ -48,7 +50,7 @@ def batch():
 
 
 @pytest.mark.full
-@pytest.mark.representatives("untied-3", "grouped-2")
+@pytest.mark.representatives("untied-3", "grouped-2", "gemma-2", "olmo-3")
 @pytest.mark.parametrize("factor", [2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_wide_model_computes_what_the_narrow_one_does(shape, factor, batch):
@@ -56,7 +58,11 @@ def test_the_wide_model_computes_what_the_narrow_one_does(shape, factor, batch):
     params = drawn(config)
     wide, widened = widening.widen(config, params, factor, seed=3)
     assert jax.tree.map(jnp.shape, widened) == llama.param_shapes(wide)
-    assert (wide.hidden_size, wide.head_dim, wide.group_size) == (8 * factor, 4, config.group_size)
+    assert (wide.hidden_size, wide.head_dim, wide.group_size) == (
+        8 * factor,
+        config.head_dim,
+        config.group_size,
+    )
     outputs = zip(
         base.layer_outputs(config, params, batch), base.layer_outputs(wide, widened, batch), strict=True
     )

@@ -28,7 +28,8 @@ from jaxspec.model.sharding import fetched
 SPREAD = 0.5
 # The output axis of the leaves that write repeated units. Key/value heads are repeated as a whole: each copy has the
 # query heads of its group.
-_WRITES = dict.fromkeys(("norm", "qkv", "qkv_bias", "out", "out_bias", "down", "down_bias"), 0)
+_WRITES = dict.fromkeys(("norm", "post_norm", "wide_q_norm", "wide_k_norm"), 0)
+_WRITES |= dict.fromkeys(("qkv", "qkv_bias", "out", "out_bias", "down", "down_bias"), 0)
 _WRITES |= dict.fromkeys(("embed", "gate_up", "gate_up_bias"), 1)
 # Products that read repeated units, along their last axis.
 _READS = ("qkv", "out", "gate_up", "down", "head")
@@ -73,7 +74,8 @@ def widen(config: LlamaConfig, params: Params, factor: int, seed: int) -> tuple[
 
     wide: Params = jax.tree_util.tree_map_with_path(wider, params)
     if config.tie_embeddings:
-        wide["norm"] = wide["norm"] / factor
+        offset = config.norm_offset
+        wide["norm"] = (wide["norm"] + offset) / factor - offset
     larger = dataclasses.replace(
         config,
         hidden_size=factor * config.hidden_size,
