@@ -373,6 +373,23 @@ class Tokenizer:
             self._alone[index] = f"bytes:{letters}" if self.part(index) else text, raw
         return self._alone[index]
 
+    def token_bytes(self) -> tuple[list[bytes | None], dict[str, int]]:
+        """Returns the bytes of each token inside a text, and the ids of the added tokens by text.
+
+        A token may be a part of a character. None for special and added tokens, and for ids whose bytes are unknown.
+        """
+        added = {token.content: index for index, token in self._loaded.added_tokens_decoder.items()}
+        left_out = self._skipped | set(added.values())
+        before = next(index for index in range(self.vocab_size) if self.decode([index]).isalnum())
+        context = self.decode([before])
+        found: list[bytes | None] = [None] * self.vocab_size
+        for index in range(self.vocab_size):
+            if index not in left_out:
+                text = self.decode([before, index]).removeprefix(context)
+                part = self.part(index) if REPLACEMENT in text else None
+                found[index] = (text.encode() if part is None else part) or None
+        return found, added
+
     def _read_part(self, index: int) -> bytes | None:
         if index in self._byte_of:
             return bytes([self._byte_of[index]])

@@ -1,0 +1,188 @@
+"""Grammars, and their tables over the tokens of a tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.grammar.automaton import GrammarError, Nodes, deterministic
+from jaxspec.grammar.json_schema import JsonSchema
+from jaxspec.grammar.regex import Regex
+from jaxspec.grammar.table import TokenTable, token_table
+from jaxspec.io.tokenizers.tokenizer import Tokenizer
+
+# The depth of `Grammar.json_object`, and the most characters of a grammar.
+OBJECT_DEPTH = 4
+MAX_SIZE = 2**18
+# What a model may write between the marker and the text.
+_AFTER_MARKER = (b"\n\n", b"\n", b" ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """What a generated text must be.
+
+    Attributes:
+      kind: `json_schema`, `json_object`, `choices` or `regex`.
+      source: the schema's JSON text, the choices, or the expression.
+      after: a text that the model writes first, such as `</think>`: everything up to it is free. None: the text begins
+        at once.
+
+    Examples:
+      >>> Grammar.choices(["yes", "no"]).source
+      ('yes', 'no')
+    """
+
+    kind: str
+    source: str | tuple[str, ...] = ""
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.after == "":
+            raise GrammarError("`after` is empty; give a text such as </think>, or None")
+        if (size := sum(map(len, self.source))) > MAX_SIZE:
+            raise GrammarError(f"the grammar has {size} characters; at most {MAX_SIZE} are possible")
+
+    @classmethod
+    def json_schema(cls, schema: Any, after: str | None = None) -> Grammar:
+        """Returns the grammar of a JSON schema: its JSON text, a mapping, a boolean, or a pydantic class.
+
+        Raises:
+          GrammarError: it is none of them, or no JSON.
+        """
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if not isinstance(schema, (str, Mapping, bool)):
+            raise GrammarError(
+                f"the JSON schema is a {type(schema).__name__}; give a mapping, JSON text or a pydantic class"
+            )
+        try:
+            if not isinstance(schema, str):
+                schema = json.dumps(schema, ensure_ascii=False)
+            return cls("json_schema", schema, after)
+        except (TypeError, RecursionError) as error:
+            raise GrammarError(f"the JSON schema cannot be written as JSON: {error}") from None
+
+    @classmethod
+    def json_object(cls, after: str | None = None) -> Grammar:
+        """Returns the grammar of any JSON object with at most `OBJECT_DEPTH` objects or arrays inside each other."""
+        return cls("json_object", "", after)
+
+    @classmethod
+    def choices(cls, texts: Sequence[str], after: str | None = None) -> Grammar:
+        """Returns the grammar of some texts.
+
+        Raises:
+          GrammarError: there are none, or they are not strings.
+        """
+        if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
+            raise GrammarError(f"choices is {texts!r}; expected a list of strings, such as ['yes', 'no']")
+        return cls("choices", tuple(texts), after)
+
+    @classmethod
+    def regex(cls, pattern: str, after: str | None = None) -> Grammar:
+        """Returns the grammar of the texts that a regular expression matches as a whole."""
+        return cls("regex", pattern, after)
+
+
+def compile_grammar(spec: Grammar, tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
+    """Returns the table of a grammar; the latest tables are kept.
+
+    A thread can call it while others work: no call of NumPy in it takes long. Its work is limited, see
+    `grammar.automaton` and `grammar.table`.
+
+    Args:
+      spec: the grammar.
+      tokenizer: the tokenizer of the model.
+      vocab_size: the number of the model's ids; those without a token are forbidden.
+
+    Raises:
+      GrammarError: the grammar is wrong, cannot be expressed, or is too large; one line.
+    """
+    return _compiled(spec, _Vocabulary.of(tokenizer), vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vocabulary:
+    """The tokens of a tokenizer; two are equal if all tokens are.
+
+    Attributes:
+      key: a hash of the tokens.
+      tokens: the bytes of each token inside a text; None for special and added ones.
+      added: the ids of the added tokens, by text.
+    """
+
+    key: str
+    tokens: list[bytes | None] = dataclasses.field(compare=False)
+    added: dict[str, int] = dataclasses.field(compare=False)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def of(tokenizer: Tokenizer) -> _Vocabulary:
+        tokens, added = tokenizer.token_bytes()
+        return _Vocabulary(hashlib.sha256(repr((tokens, added)).encode()).hexdigest(), tokens, added)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(spec: Grammar, vocabulary: _Vocabulary, vocab_size: int) -> TokenTable:
+    try:
+        following, final = _automaton(spec)
+    except RecursionError:
+        raise GrammarError("the grammar is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise GrammarError(f"the grammar has a character that is no text: {error.reason}") from None
+    tokens = (vocabulary.tokens + [None] * vocab_size)[:vocab_size]
+    fixed: dict[int, np.ndarray] = {}
+    if spec.after is not None:
+        marker = spec.after.encode()
+        following = np.concatenate([_search(marker), np.where(following < 0, -1, following + len(marker))])
+        final = np.concatenate([np.zeros(len(marker), bool), final])
+        # Before the text added tokens are allowed too; one of them may be the marker.
+        states = np.arange(len(following))
+        states[len(marker) :] = -1
+        fixed = {index: states for index in vocabulary.added.values() if index < vocab_size}
+        if spec.after in vocabulary.added:
+            fixed[vocabulary.added[spec.after]] = np.where(states < 0, -1, len(marker))
+    return token_table(following.astype(np.int16), final, tokens, fixed)
+
+
+def _automaton(spec: Grammar) -> tuple[np.ndarray, np.ndarray]:
+    nodes = Nodes()
+    end = nodes.fresh()
+    if spec.kind == "choices":
+        start = nodes.either(*(nodes.literal(text.encode(), end) for text in spec.source))
+    elif spec.kind == "regex":
+        start = Regex(str(spec.source), nodes).whole(end)
+    elif spec.kind == "json_object":
+        start = JsonSchema({"type": "object"}, nodes, OBJECT_DEPTH - 1).document(end)
+    elif spec.kind == "json_schema":
+        try:
+            schema = json.loads(str(spec.source))
+        except ValueError as error:
+            raise GrammarError(f"the JSON schema is no JSON: {error}") from None
+        start = JsonSchema(schema, nodes).document(end)
+    else:
+        raise GrammarError(f"kind is {spec.kind!r}; expected json_schema, json_object, choices or regex")
+    if spec.after is not None:
+        start = nodes.either(start, *(nodes.literal(space, start) for space in _AFTER_MARKER))
+    if start is None:
+        raise GrammarError("no text matches the grammar")
+    return deterministic(nodes, start, end)
+
+
+def _search(marker: bytes) -> np.ndarray:
+    """Returns the states [len(marker), 256] that search a marker in any bytes; len(marker) where it ends."""
+    states = np.zeros((len(marker), 256), np.int64)
+    states[0, marker[0]] = 1
+    back = 0  # the state after the bytes from the second on
+    for at in range(1, len(marker)):
+        states[at] = states[back]
+        states[at, marker[at]] = at + 1
+        back = states[back, marker[at]]
+    return states

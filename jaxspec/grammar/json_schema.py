@@ -1,0 +1,605 @@
+"""JSON schemas as automata over the JSON texts of their values.
+
+The texts are a subset of the valid ones, so that a model cannot write without end between two values:
+
+- Properties have the order of the schema. Other properties follow them, only if `additionalProperties` is given or no
+  property is.
+- Between two parts there is nothing, or what Python's `json.dumps` writes: a space after `,` and `:`, or a line break
+  and an indent of two spaces for each level after `{`, `[` and `,`, and before `}` and `]`.
+- Strings escape only what they must, as `json.dumps(..., ensure_ascii=False)` does.
+- A value without a schema contains at most `ANY_DEPTH` objects or arrays inside each other, and a reference at most
+  `REF_DEPTH` copies of itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from jaxspec.grammar.automaton import UNICODE, Build, GrammarError, Nodes, both, intersect
+from jaxspec.grammar.numbers import between
+from jaxspec.grammar.regex import Regex
+
+ANY_DEPTH, REF_DEPTH = 3, 4
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+# What implies a type if none is given.
+_IMPLIED = {
+    "object": {
+        "properties",
+        "required",
+        "additionalProperties",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+    },
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "string": {"pattern", "minLength", "maxLength", "format"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+}
+_CANNOT = (
+    *("not", "if", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies", "contains"),
+    *("$dynamicRef", "$recursiveRef", "extends", "disallow"),
+)
+_INTEGER, _NUMBER = r"-?(0|[1-9][0-9]*)", r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?"
+_DAY = (
+    "[12][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+# Each is a subset of the format's texts. Other formats are annotations.
+FORMATS = {
+    "date": _DAY,
+    "time": _CLOCK,
+    "date-time": f"{_DAY}T{_CLOCK}",
+    "duration": "P([0-9]+W|[0-9]+D(T[0-9]+H)?|T([0-9]+H([0-9]+M)?|[0-9]+M([0-9]+S)?|[0-9]+S))",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    "email": r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@[A-Za-z0-9]+(-[A-Za-z0-9]+)*(\.[A-Za-z0-9]+(-[A-Za-z0-9]+)*)+",
+    "hostname": r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*(\.[A-Za-z0-9]+(-[A-Za-z0-9]+)*)*",
+    "uri": r"(https?|ftp)://[A-Za-z0-9]+([.-][A-Za-z0-9]+)*(:[0-9]{1,5})?(/[A-Za-z0-9._~!$&'()*+,;=:@-]*)*"
+    r"(\?[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?(#[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?",
+    "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+}
+
+_ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+
+
+class JsonSchema:
+    """The automaton of a JSON schema.
+
+    Args:
+      schema: the schema, as `json.loads` returns it.
+      nodes: where the automaton is built.
+      any_depth: how many objects and arrays a value without a schema has inside each other.
+    """
+
+    def __init__(self, schema: Any, nodes: Nodes, any_depth: int = ANY_DEPTH) -> None:
+        self._root, self._nodes, self._any_depth = schema, nodes, any_depth
+
+    def document(self, end: int) -> int | None:
+        """Returns the node that reads a text, perhaps after a space.
+
+        Raises:
+          GrammarError: the schema is wrong, or cannot be expressed.
+        """
+        start = self._value(self._root, "$", 0, end, {})
+        return self._nodes.either(start, self._nodes.literal(b" ", start))
+
+    def _value(
+        self, schema: Any, path: str, level: int, end: int | None, refs: Mapping[str, int]
+    ) -> int | None:
+        self._nodes.spend(8)
+        if schema is False or end is None:
+            return None
+        schema = _enumerated(schema, path)
+        self._check(schema, path)
+        if "$ref" in schema:
+            name = schema["$ref"]
+            if refs.get(name, 0) > REF_DEPTH:
+                return None
+            refs = {**refs, name: refs.get(name, 0) + 1}
+            schema = merged(_without(schema, "$ref"), self._target(name, path), path)
+            return self._value(schema, path, level, end, refs)
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                options, rest = schema[name], _without(schema, name)
+                _expect(isinstance(options, list) and options, f"{path}.{name}", "a list of schemas", options)
+                if name == "oneOf":
+                    self._check_disjoint([merged(rest, one, path) for one in options], path)
+                return self._nodes.either(
+                    *(
+                        self._value(merged(rest, one, path), f"{path}.{name}[{at}]", level, end, refs)
+                        for at, one in enumerate(options)
+                    )
+                )
+        if "allOf" in schema:
+            parts, schema = schema["allOf"], _without(schema, "allOf")
+            _expect(isinstance(parts, list), f"{path}.allOf", "a list of schemas", parts)
+            for part in parts:
+                schema = merged(schema, part, path)
+            return self._value(schema, path, level, end, refs)
+        if "enum" in schema:
+            return self._constants(schema, path, level, end, refs)
+        types = self._types(schema, path)
+        if not schema.keys() & set().union(*_IMPLIED.values(), {"type"}):  # any value
+            if refs.get("", 0) >= self._any_depth:
+                types = [name for name in types if name not in ("object", "array")]
+            refs = {**refs, "": refs.get("", 0) + 1}
+        return self._nodes.either(*(self._of_type(name, schema, path, level, end, refs) for name in types))
+
+    def _check(self, schema: dict[str, Any], path: str) -> None:
+        for name in _CANNOT:
+            if name in schema and schema[name] not in ({}, []):
+                raise GrammarError(
+                    f"JSON schema: {path}.{name} cannot be expressed as a finite table; write the schema without "
+                    f"`{name}`"
+                )
+        if schema.get("uniqueItems") and schema.get("maxItems", 2) > 1:
+            raise GrammarError(
+                f"JSON schema: {path}.uniqueItems cannot be expressed as a finite table; write the schema without "
+                "`uniqueItems`"
+            )
+        if schema.get("multipleOf", 1) != 1:
+            raise GrammarError(
+                f"JSON schema: {path}.multipleOf is {_shown(schema['multipleOf'])}; only 1 can be expressed as a "
+                "finite table"
+            )
+
+    def _target(self, name: Any, path: str) -> Any:
+        """Returns the schema of a reference."""
+        _expect(isinstance(name, str), f"{path}.$ref", "a string", name)
+        found = self._root
+        if not name.startswith("#"):
+            raise GrammarError(
+                f"JSON schema: {path}.$ref is {_shown(name)}; only references inside the schema, such as "
+                "#/$defs/name, are possible"
+            )
+        for part in name[1:].split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(part) if isinstance(found, list) else part]
+            except (KeyError, ValueError, IndexError, TypeError):
+                raise GrammarError(
+                    f"JSON schema: {path}.$ref is {_shown(name)}; there is no such part"
+                ) from None
+        return found
+
+    def _types(self, schema: dict[str, Any], path: str) -> list[str]:
+        given = schema.get("type")
+        if given is None:
+            implied = [name for name, words in _IMPLIED.items() if words & schema.keys()]
+            given = implied or [name for name in _TYPES if name != "integer"]
+        names = _listed(given)
+        expected = f"one of {', '.join(_TYPES)}, or a list of them"
+        _expect(all(name in _TYPES for name in names), f"{path}.type", expected, given)
+        return [name for name in names if name != "integer" or "number" not in names]
+
+    def _constants(
+        self, schema: dict[str, Any], path: str, level: int, end: int | None, refs: Any
+    ) -> int | None:
+        """The texts of `enum`, of those that the rest of the schema allows."""
+        values = schema["enum"]
+        _expect(isinstance(values, list), f"{path}.enum", "a list", values)
+        if "type" in schema:
+            allowed = set(self._types(schema, path))
+            values = [one for one in values if allowed & set(_types_of(one))]
+        rest = {key: value for key, value in schema.items() if key in set().union(*_IMPLIED.values())}
+
+        def texts(to: int | None) -> int | None:
+            return self._nodes.either(*(self._constant(one, level, to) for one in values))
+
+        if not rest:
+            return texts(end)
+        return both(self._nodes, [texts, lambda to: self._value(rest, path, level, to, refs)], end)
+
+    def _constant(self, value: Any, level: int, end: int | None) -> int | None:
+        if not isinstance(value, (dict, list)) or not value:
+            return self._nodes.literal(_text(value), end)
+        pairs = list(value.items()) if isinstance(value, dict) else [(None, one) for one in value]
+        brackets = b"{}" if isinstance(value, dict) else b"[]"
+        end = self._close(brackets[1:], level, end)
+        for at, (key, one) in reversed(list(enumerate(pairs))):
+            end = self._constant(one, level + 1, end)
+            if key is not None:
+                end = self._nodes.literal(_text(key), self._colon(end))
+            end = self._separated(at > 0, brackets[:1], level, end)
+        return end
+
+    def _of_type(
+        self,
+        name: str,
+        schema: dict[str, Any],
+        path: str,
+        level: int,
+        end: int | None,
+        refs: Mapping[str, int],
+    ) -> int | None:
+        if name == "object":
+            return self._object(schema, path, level, end, refs)
+        if name == "array":
+            return self._array(schema, path, level, end, refs)
+        if name == "string":
+            return self._string(schema, path, end)
+        if name == "null":
+            return self._nodes.literal(b"null", end)
+        if name == "boolean":
+            return self._nodes.either(self._nodes.literal(b"true", end), self._nodes.literal(b"false", end))
+        return self._number(schema, path, name == "integer", end)
+
+    # Between the parts.
+    def _break(self, level: int, end: int | None) -> int | None:
+        return self._nodes.either(end, self._nodes.literal(b"\n" + b"  " * level, end))
+
+    def _close(self, bracket: bytes, level: int, end: int | None) -> int | None:
+        return self._break(level, self._nodes.literal(bracket, end))
+
+    def _colon(self, end: int | None) -> int | None:
+        return self._nodes.literal(b":", self._nodes.either(end, self._nodes.literal(b" ", end)))
+
+    def _separated(self, later: bool, bracket: bytes, level: int, end: int | None) -> int | None:
+        """Returns the node before a member: it reads a comma, or the bracket before the first member."""
+        start = self._break(level + 1, end)
+        if not later:
+            return self._nodes.literal(bracket, start)
+        return self._nodes.literal(b",", self._nodes.either(start, self._nodes.literal(b" ", end)))
+
+    def _object(
+        self, schema: dict[str, Any], path: str, level: int, end: int | None, refs: Mapping[str, int]
+    ) -> int | None:
+        nodes = self._nodes
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        _expect(isinstance(properties, dict), f"{path}.properties", "an object", properties)
+        _expect(isinstance(required, list), f"{path}.required", "a list", required)
+        # Without properties others are expected, and with them only if the schema mentions them.
+        others = schema.get("additionalProperties", not properties)
+        if schema.get("unevaluatedProperties") is False and "additionalProperties" not in schema:
+            others = False
+        properties = {**properties, **{name: others for name in required if name not in properties}}
+        low = _whole(schema, "minProperties", path) or 0
+        high = _whole(schema, "maxProperties", path)
+        if others is not False and low > len(required) + 1:
+            raise GrammarError(
+                f"JSON schema: {path}.minProperties is {low}, but names of additional properties may repeat; name them "
+                "in `properties`, or set additionalProperties to false"
+            )
+        most = max(low, 1 if high is None else high + 1)  # counts from here on are equal
+        nodes.spend(most)
+        close, empty = self._close(b"}", level, end), nodes.literal(b"{}", end)
+        # By the number of members before: the node that reads the rest of the object.
+        rests = [
+            None if count < low or (high is not None and count > high) else close for count in range(most + 1)
+        ]
+        rests[0] = empty if not low else None
+        if others is not False:
+            rests = self._others(schema, others, properties, rests, (path, level, refs))
+        for name, given in reversed(properties.items()):
+            values: dict[int | None, int | None] = {
+                to: nodes.literal(
+                    _text(name), self._colon(self._value(given, f"{path}.{name}", level + 1, to, refs))
+                )
+                for to in set(rests[1:])
+                if to is not None
+            }
+            members = [
+                self._separated(count > 0, b"{", level, values.get(rest))
+                for count, rest in enumerate([*rests[1:], rests[-1]])
+            ]
+            rests = (
+                members
+                if name in required
+                else [nodes.either(*two) for two in zip(members, rests, strict=True)]
+            )
+        return rests[0]
+
+    def _others(
+        self,
+        schema: dict[str, Any],
+        others: Any,
+        names: Iterable[str],
+        rests: list[int | None],
+        place: tuple[str, int, Mapping[str, int]],
+    ) -> list[int | None]:
+        """The rests of an object, by the number of members before, with additional properties."""
+        nodes, (path, level, refs) = self._nodes, place
+        shape = schema.get("propertyNames", True)
+
+        def member(to: int | None) -> int | None:
+            start = self._colon(self._value(others, f"{path}.additionalProperties", level + 1, to, refs))
+            keys: list[Build] = [lambda to: self._other_names(list(names), to)]
+            if shape is not True:
+                keys.append(
+                    lambda to: self._value(
+                        {**shape, "type": "string"}, f"{path}.propertyNames", level, to, refs
+                    )
+                )
+            return both(nodes, keys, start)
+
+        last = len(rests) - 1
+        found: list[int | None] = list(rests)
+        if rests[last] is not None:  # any number
+            loop = nodes.fresh()
+            found[last] = nodes.close(loop, rests[last], self._separated(True, b"", level, member(loop)))
+        for count in reversed(range(last)):
+            more = self._separated(count > 0, b"{", level, member(found[count + 1]))
+            found[count] = nodes.either(rests[count], more)
+        return found
+
+    def _other_names(self, names: list[str], end: int | None) -> int | None:
+        """Returns the node that reads a quoted name that is none of the given ones and has no escapes."""
+        nodes = self._nodes
+        plain = [(0x20, 0x21), (0x23, 0x5B), (0x5D, UNICODE)]
+        quote = nodes.literal(b'"', end)
+        free = nodes.repeat(lambda to: nodes.chars(plain, to), 0, None, quote)
+
+        def after(texts: list[str]) -> int | None:
+            heads = sorted({ord(text[0]) for text in texts if text})
+            edges = [
+                nodes.chars([(code, code)], after([text[1:] for text in texts if text[:1] == chr(code)]))
+                for code in heads
+                if any(low <= code <= high for low, high in plain)
+            ]
+            cuts = [-1, *heads, UNICODE + 1]
+            gaps = [(low + 1, high - 1) for low, high in itertools.pairwise(cuts) if high - low > 1]
+            return nodes.either(
+                *edges, nodes.chars(intersect(gaps, plain), free), None if "" in texts else quote
+            )
+
+        return nodes.literal(b'"', after(names))
+
+    def _array(
+        self, schema: dict[str, Any], path: str, level: int, end: int | None, refs: Mapping[str, int]
+    ) -> int | None:
+        nodes = self._nodes
+        items, first = schema.get("items"), schema.get("prefixItems", [])
+        if isinstance(items, list):  # of older drafts
+            items, first = schema.get("additionalItems"), items
+        _expect(isinstance(first, list), f"{path}.prefixItems", "a list", first)
+        low = _whole(schema, "minItems", path) or 0
+        high = _whole(schema, "maxItems", path)
+        if items is None:
+            items = not first or low > len(first)
+        if items is False:
+            high = len(first) if high is None else min(high, len(first))
+        close, empty = self._close(b"]", level, end), nodes.literal(b"[]", end)
+
+        def member(at: int, to: int | None) -> int | None:
+            given, where = (first[at], f"[{at}]") if at < len(first) else (items, ".items")
+            start = self._value(given, f"{path}{where}", level + 1, to, refs)
+            return self._separated(at > 0, b"[", level, start)
+
+        count = max(low, len(first), 1) if high is None else high
+        rest = close if count else empty
+        if high is None and close is not None:
+            loop = nodes.fresh()
+            rest = nodes.close(loop, close, member(count, loop))
+        for at in reversed(range(count)):
+            nodes.spend(4)
+            finish = close if at else empty
+            rest = nodes.either(member(at, rest), finish if at >= low else None)
+        return rest if low <= count else None
+
+    def _string(self, schema: dict[str, Any], path: str, end: int | None) -> int | None:
+        nodes = self._nodes
+        patterns = schema.get("pattern", [])
+        builds: list[Build] = []
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            builds.append(self._regex(pattern, path, "pattern").search)
+        if (name := schema.get("format")) in FORMATS:
+            builds.append(self._regex(FORMATS[name], path, "format").whole)
+        low = _whole(schema, "minLength", path) or 0
+        high = _whole(schema, "maxLength", path)
+        if low or high is not None or not builds:
+            anything = [(0, UNICODE)]
+            builds.append(
+                lambda to: (
+                    nodes.repeat(lambda to: nodes.chars(anything, to, quoted=True), low, high, to)
+                    if high is None or high >= low
+                    else None
+                )
+            )
+        return nodes.literal(b'"', both(nodes, builds, nodes.literal(b'"', end)))
+
+    def _regex(self, pattern: Any, path: str, name: str) -> Regex:
+        _expect(isinstance(pattern, str), f"{path}.{name}", "a string", pattern)
+        try:
+            return Regex(pattern, self._nodes, quoted=True)
+        except GrammarError as error:
+            raise GrammarError(f"JSON schema: {path}.{name}: {error}") from None
+
+    def _number(self, schema: dict[str, Any], path: str, whole: bool, end: int | None) -> int | None:
+        bounds: list[tuple[Decimal, bool] | None] = []
+        for inclusive, exclusive, sign in (
+            ("minimum", "exclusiveMinimum", 1),
+            ("maximum", "exclusiveMaximum", -1),
+        ):
+            given = [
+                (sign * Decimal(repr(schema[name])), name == exclusive)
+                for name in (inclusive, exclusive)
+                if schema.get(name) is not None
+                and _expect(_is_number(schema[name]), f"{path}.{name}", "a finite number", schema[name])
+            ]
+            bound = max(given, default=None)
+            bounds.append(None if bound is None else (sign * bound[0], bound[1]))
+        if bounds == [None, None]:
+            return Regex(_INTEGER if whole or schema.get("multipleOf") == 1 else _NUMBER, self._nodes).whole(
+                end
+            )
+        return between(self._nodes, bounds[0], bounds[1], whole or schema.get("multipleOf") == 1, end)
+
+    def _check_disjoint(self, options: list[Any], path: str) -> None:
+        for at, one in enumerate(options):
+            for other in range(at):
+                self._nodes.spend(8)
+                if not self._disjoint(options[other], one, 4):
+                    raise GrammarError(
+                        f"JSON schema: {path}.oneOf: a value may match both number {other} and number {at}; use anyOf, "
+                        "or a required property with a different const in each"
+                    )
+
+    def _disjoint(self, one: Any, other: Any, depth: int) -> bool:
+        """Whether no value matches both schemas, as far as this can be seen."""
+        one, other = (self._resolved(schema, depth) for schema in (one, other))
+        if one is False or other is False:
+            return True
+        values = [{_text(value) for value in schema["enum"]} for schema in (one, other) if "enum" in schema]
+        if len(values) == 2 and not values[0] & values[1]:
+            return True
+        kinds = [self._kinds(schema) for schema in (one, other)]
+        if not kinds[0] & kinds[1]:
+            return True
+        if not depth or kinds[0] & kinds[1] != {"object"}:
+            return False
+        for a, b in ((one, other), (other, one)):
+            known = b.get("properties", {})
+            if b.get("additionalProperties") is False and set(a.get("required", ())) - known.keys():
+                return True
+        shared = set(one.get("required", ())) & set(other.get("required", ()))
+        return any(
+            self._disjoint(one["properties"][name], other["properties"][name], depth - 1)
+            for name in shared
+            if name in one.get("properties", {}) and name in other.get("properties", {})
+        )
+
+    def _resolved(self, schema: Any, depth: int) -> Any:
+        while isinstance(schema, dict) and schema.keys() & {"$ref", "allOf"} and depth:
+            name = "$ref" if "$ref" in schema else "allOf"
+            parts = schema["allOf"] if name == "allOf" else [self._target(schema["$ref"], "$")]
+            schema, depth = (
+                functools.reduce(lambda a, b: merged(a, b, "$"), parts, _without(schema, name)),
+                depth - 1,
+            )
+        return schema if schema is False else _enumerated(schema, "$")
+
+    def _kinds(self, schema: dict[str, Any]) -> set[str]:
+        """The types of the values, a number being `number` whether it is an integer or not."""
+        if "enum" in schema:
+            return {_types_of(value)[-1] for value in schema["enum"]}
+        if "type" not in schema:
+            return {name for name in _TYPES if name != "integer"}
+        return {"number" if name == "integer" else name for name in self._types(schema, "$")}
+
+
+def merged(one: Any, other: Any, path: str) -> Any:
+    """Returns a schema of the values that match both; `const` becomes `enum`.
+
+    Raises:
+      GrammarError: two keywords cannot be combined.
+    """
+    if one is False or other is False:
+        return False
+    one, other = (_enumerated(schema, path) for schema in (one, other))
+    result = dict(one)
+    for key, value in other.items():
+        if key not in one or one[key] == value or key in _ANNOTATIONS:
+            result[key] = value
+        elif key in ("anyOf", "oneOf", "$ref"):
+            result["allOf"] = [*result.get("allOf", []), {key: value}]
+        elif key in _MERGE:
+            result[key] = _MERGE[key](one[key], value)
+        elif key != "properties" and not key.startswith(("$", "x-")):
+            raise GrammarError(f"JSON schema: {path} has two different `{key}`, which cannot be combined")
+    if "properties" in result and one and other:
+        # A property that one schema does not name is an additional one for it.
+        names = {**one.get("properties", {}), **other.get("properties", {})}
+        shapes = [
+            (schema.get("properties", {}), schema.get("additionalProperties", True))
+            for schema in (one, other)
+        ]
+        result["properties"] = {
+            name: _all_of(*(known.get(name, free) for known, free in shapes)) for name in names
+        }
+    return result
+
+
+def _enumerated(schema: Any, path: str) -> dict[str, Any]:
+    if schema is True:
+        return {}
+    _expect(isinstance(schema, dict), path, "an object or a boolean", schema)
+    if "const" not in schema:
+        return dict(schema)
+    constant = [schema["const"]]
+    values = _shared(schema["enum"], constant) if "enum" in schema else constant
+    return {**_without(schema, "const"), "enum": values}
+
+
+def _all_of(one: Any, other: Any) -> Any:
+    if one is False or other is False:
+        return False
+    both_given = [schema for schema in (one, other) if schema is not True]
+    return {"allOf": both_given} if len(both_given) == 2 else both_given[0] if both_given else True
+
+
+def _shared(one: list[Any], other: list[Any]) -> list[Any]:
+    texts = {_text(value) for value in other}
+    return [value for value in one if _text(value) in texts]
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def _shared_types(one: Any, other: Any) -> list[Any]:
+    """The types in both; an integer is a number."""
+    lists = [set(_listed(given)) for given in (one, other)]
+    wider = [names | ({"integer"} if "number" in names else set()) for names in lists]
+    return sorted(wider[0] & wider[1])
+
+
+# What a keyword of two schemas becomes in one that both match.
+_MERGE: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
+    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), _all_of),
+    "type": _shared_types,
+    "enum": _shared,
+    "required": lambda one, other: [*one, *(name for name in other if name not in one)],
+    "pattern": lambda one, other: [*_listed(one), *_listed(other)],
+    "allOf": lambda one, other: [*one, *other],
+}
+
+
+def _without(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != name}
+
+
+def _expect(right: Any, where: str, expected: str, given: Any) -> bool:
+    if not right:
+        raise GrammarError(f"JSON schema: {where} is {_shown(given)}; expected {expected}")
+    return True
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(schema: dict[str, Any], name: str, path: str) -> int | None:
+    value = schema.get(name)
+    if value is None:
+        return None
+    _expect(
+        _is_number(value) and value >= 0 and value == int(value), f"{path}.{name}", "a whole number", value
+    )
+    return int(value)
+
+
+def _types_of(value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return ["boolean"]
+    if isinstance(value, (int, float)):
+        return [*(["integer"] if value == int(value) else []), "number"]
+    names: dict[type, str] = {dict: "object", list: "array", str: "string"}
+    return [names.get(type(value), "null")]

@@ -1,0 +1,254 @@
+"""JSON schemas as users write them, each with values that they allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "email": {"type": "string", "format": "email"},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
+    "person": (PERSON, [{"name": "Zoë", "age": 7}, {"name": "日本", "age": 150, "email": "a.b@c-d.org"}]),
+    "all optional": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string"}, "b": {"type": "null"}, "c": {"type": "boolean"}},
+        },
+        [{}, {"a": ""}, {"b": None}, {"a": 'x\n"\\/\t', "c": True}],
+    ),
+    "weather": (
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "temperature": {"type": "number"},
+                "unit": {"enum": ["C", "F", None]},
+                "hours": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+            },
+            "required": ["city", "temperature", "unit", "hours"],
+        },
+        [{"city": "Oslo", "temperature": -3.5, "unit": "C", "hours": [1, 2, 30]}],
+    ),
+    "nested": (
+        {
+            "type": "object",
+            "properties": {
+                "user": {"type": "object", "properties": {"id": {"type": "string", "format": "uuid"}}},
+                "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]+$"}},
+            },
+            "required": ["user"],
+        },
+        [{"user": {}}, {"user": {"id": "123e4567-e89b-12d3-a456-426614174000"}, "tags": ["ab", "c"]}],
+    ),
+    "dictionary": (
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        [{}, {"a": 1}, {"": 0, "é": -12}],
+    ),
+    "others": (
+        {
+            "properties": {"id": {"type": "integer"}},
+            "required": ["id"],
+            "additionalProperties": {"type": "string"},
+        },
+        [{"id": 1}, {"id": 1, "i": "x", "ido": "y", "": "z"}],
+    ),
+    "counted": (
+        {
+            "type": "object",
+            "additionalProperties": {"type": "boolean"},
+            "minProperties": 1,
+            "maxProperties": 2,
+        },
+        [{"a": True}, {"a": True, "b": False}],
+    ),
+    "counted names": (
+        {
+            "type": "object",
+            "properties": {name: {"type": "null"} for name in "abcd"},
+            "additionalProperties": False,
+            "minProperties": 2,
+            "maxProperties": 3,
+        },
+        [{"a": None, "d": None}, {"b": None, "c": None, "d": None}],
+    ),
+    "named": (
+        {"type": "object", "propertyNames": {"pattern": "^x-"}, "additionalProperties": {"type": "integer"}},
+        [{}, {"x-": 1, "x-a": 2}],
+    ),
+    "required only": ({"type": "object", "required": ["z"]}, [{"z": 1}, {"z": [None], "y": {}}]),
+    "tuple": (
+        {
+            "type": "array",
+            "prefixItems": [{"type": "integer"}, {"type": "string"}],
+            "items": False,
+            "minItems": 2,
+        },
+        [[1, "a"]],
+    ),
+    "tuple and more": (
+        {"type": "array", "prefixItems": [{"type": "integer"}], "items": {"type": "boolean"}, "maxItems": 3},
+        [[], [1], [1, True], [1, True, False]],
+    ),
+    "exact array": ({"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}, [[1, 1]]),
+    "at least": ({"type": "array", "items": {"type": "null"}, "minItems": 2}, [[None] * 2, [None] * 5]),
+    "matrix": (
+        {"type": "array", "items": {"type": "array", "items": {"type": "number"}}, "minItems": 1},
+        [[[]], [[1, 2.5], [3e10]]],
+    ),
+    "constants": (
+        {"enum": ["a", 1, None, {"x": [1, {}], "y": []}, '\u0001"é']},
+        ["a", 1, None, {"x": [1, {}], "y": []}, '\u0001"é'],
+    ),
+    "typed enum": ({"type": "string", "enum": ["a", 1, "bcd"], "minLength": 2}, ["bcd"]),
+    "any of": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, [1, None]),
+    "any of required": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        [{"a": 1}, {"b": 1}, {"a": 1, "b": 2}],
+    ),
+    "union": (
+        {
+            "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+            "$defs": {
+                "cat": {
+                    "type": "object",
+                    "properties": {
+                        "kind": {"const": "cat"},
+                        "lives": {"type": "integer", "exclusiveMaximum": 10},
+                    },
+                    "required": ["kind", "lives"],
+                },
+                "dog": {
+                    "type": "object",
+                    "properties": {"kind": {"const": "dog"}, "barks": {"type": "boolean"}},
+                    "required": ["kind"],
+                },
+            },
+        },
+        [{"kind": "cat", "lives": 9}, {"kind": "dog"}, {"kind": "dog", "barks": True}],
+    ),
+    "one of types": (
+        {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "array", "maxItems": 0}]},
+        ["é", []],
+    ),
+    "all of": (
+        {
+            "allOf": [
+                {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+                {"properties": {"a": {"type": "integer", "maximum": 3}, "b": {"type": "string"}}},
+            ]
+        },
+        [{"a": 3}, {"a": -3, "b": ""}],
+    ),
+    "two patterns": (
+        {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "b$"}], "maxLength": 4},
+        ["ab", 'a"xb'],
+    ),
+    "slug": (
+        {"type": "string", "pattern": "^[a-z]+(-[a-z]+)*$", "maxLength": 9},
+        ["a", "ab-cd", "abcdefghi"],
+    ),
+    "searched": ({"type": "string", "pattern": "b+|^c"}, ["b", "xbx", "c\\", "abbb"]),
+    "list": (
+        {
+            "$defs": {
+                "node": {
+                    "type": "object",
+                    "properties": {
+                        "v": {"type": "integer"},
+                        "n": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                    },
+                    "required": ["v", "n"],
+                }
+            },
+            "$ref": "#/$defs/node",
+        },
+        [{"v": 1, "n": None}, {"v": 1, "n": {"v": 2, "n": {"v": 3, "n": None}}}],
+    ),
+    "tree": (
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "children": {"type": "array", "items": {"$ref": "#"}}},
+            "required": ["name"],
+        },
+        [{"name": ""}, {"name": "a", "children": [{"name": "b", "children": []}, {"name": "c"}]}],
+    ),
+    "formats": (
+        {
+            "type": "object",
+            "properties": {
+                name: {"type": "string", "format": name}
+                for name in ("date", "time", "date-time", "ipv4", "hostname", "uri", "duration", "int32")
+            },
+        },
+        [
+            {"date": "2024-02-28", "time": "23:59:59Z"},
+            {"date-time": "1999-12-31T00:00:00.5+01:30", "ipv4": "127.0.0.1", "hostname": "a-b.c"},
+            {"uri": "https://example.org:80/a/b?c=d#e", "duration": "P1DT2H", "int32": "as it is"},
+        ],
+    ),
+    "bounds": (
+        {
+            "type": "object",
+            "properties": {
+                "ratio": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+                "delta": {"type": "integer", "minimum": -20, "maximum": -3},
+                "price": {"type": "number", "exclusiveMinimum": 0},
+                "cold": {"type": "number", "maximum": -0.5},
+                "count": {"type": "number", "multipleOf": 1},
+            },
+        },
+        [
+            {"ratio": 0.25, "delta": -20, "price": 0.01, "cold": -0.5, "count": 12},
+            {"ratio": 0, "price": 1234.5},
+        ],
+    ),
+    "nullable": ({"type": ["string", "null"], "maxLength": 1}, ["a", None]),
+    "an annotation": ({"type": "integer", "minimum": 3, "nullable": True, "x-y": 1}, [3, 12345]),
+    "anything": ({}, [1.5, "a", None, [], {}, {"a": [1, {"b": "c"}]}]),
+    "item of anything": ({"type": "array", "items": True, "maxItems": 2}, [[1, {"a": None}]]),
+    "draft 4": ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, [[], [1]]),
+}
+# What cannot be expressed, or is wrong, with a part of the line.
+REFUSED: list[tuple[Any, str]] = [
+    ({"properties": {"x": {"not": {"type": "null"}}}}, r"\$\.x\.not cannot be expressed"),
+    ({"if": {"type": "null"}, "then": False}, r"\$\.if cannot"),
+    ({"type": "array", "items": {"patternProperties": {"a": {}}}}, r"\$\.items\.patternProperties cannot"),
+    ({"type": "array", "uniqueItems": True}, r"\$\.uniqueItems cannot"),
+    ({"type": "integer", "multipleOf": 5}, r"\$\.multipleOf is 5"),
+    (
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        r"\$\.oneOf: a value may match both number 0 and number 1",
+    ),
+    ({"type": "object", "minProperties": 3}, r"\$\.minProperties is 3, but names"),
+    ({"$ref": "#/$defs/none"}, r'\$\.\$ref is "#/\$defs/none"; there is no such part'),
+    ({"$ref": "https://example.org/s.json"}, "only references inside the schema"),
+    ({"type": "text"}, r'\$\.type is "text"; expected one of object, array'),
+    ({"type": "string", "pattern": "("}, r"\$\.pattern: the regular expression '\(' is wrong: missing \)"),
+    ({"type": "string", "pattern": "a(?=b)"}, "has assert, which cannot be expressed"),
+    ({"type": "string", "pattern": "^(a|^b)c$"}, "has an anchor"),
+    ({"type": "string", "minLength": -1}, r"\$\.minLength is -1; expected a whole number"),
+    ({"type": "integer", "minimum": "3"}, r'\$\.minimum is "3"; expected a finite number'),
+    ({"properties": []}, r"\$\.properties is \[\]; expected an object"),
+    ({"anyOf": []}, r"\$\.anyOf is \[\]; expected a list of schemas"),
+    ({"allOf": [{"format": "date"}, {"format": "time"}]}, "two different `format`"),
+    ("3", r"\$ is 3; expected an object or a boolean"),
+    (3, "the JSON schema is a int; give"),
+    ("[", "no JSON"),
+    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no text matches"),
+    (False, "no text matches"),
+    ({"type": "integer", "minimum": 3, "maximum": 2}, "no text matches"),
+    ({"type": "object", "required": ["a"], "additionalProperties": False}, "no text matches"),
+    ({"$ref": "#"}, "no text matches"),
+    ({"enum": ["\ud800"]}, "a character that is no text"),
+]
