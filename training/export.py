@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from jaxspec.engine.language_model import load
 from jaxspec.host import files, processes
+from jaxspec.host.progress import duration
 from jaxspec.io.hf import huggingface
 from jaxspec.io.tokenizers.tokenizer import copy_files
 from jaxspec.measuring.tuning import fitness
@@ -58,7 +60,7 @@ def export(
       run: the run directory.
       output: the directory to write.
       samples: number of texts to write into the card after each prompt.
-      report: receives a line for each damaged checkpoint, which is skipped.
+      report: receives a line for each damaged checkpoint, which is skipped, and one when the weights are written.
       dtype: dtype of the written weights; None for that of the run.
 
     Returns:
@@ -68,6 +70,7 @@ def export(
     Raises:
       ValueError: `run` is not a run directory, or has no checkpoint yet.
     """
+    begin = time.monotonic()
     record = read_run(run, ("commands", "options", "parameters", "documents", "tokens"))
     outputs.refuse_another(output, run, record.get("identity", {}))
     config = huggingface.read_config(run)
@@ -90,6 +93,10 @@ def export(
         output, config, params, dtype=jnp.dtype(dtype), generation=generation, trained_for=trained_for
     )
     copy_files(run, output)
+    report(
+        f"wrote the weights to {output} in {duration(time.monotonic() - begin)}; samples and card follow. If they are "
+        f"interrupted: python -m training.export --run {run} --output {output}"
+    )
     del params  # its devices are needed for the model that was written
     lm = load(output, dtype="float32", mesh=state_sharding.decoding_mesh(config))
     words = bpe_tokenizer.load(output)
@@ -109,7 +116,7 @@ def export(
         output.name, config, record, metrics.read(run), step, measured, texts, fit, weights, use
     )
     files.write_atomic(output / "README.md", text)
-    return line
+    return f"{line} in {duration(time.monotonic() - begin)}"
 
 
 def held_out_texts(run: Path, rows: int) -> dict[str, fitness.Texts]:

@@ -57,7 +57,8 @@ class Options:
     Attributes:
       model: the shape; `growth` is ignored.
       window: tokens per row.
-      batch: number of rows.
+      batch: number of rows of a micro-batch.
+      accumulate: number of micro-batches whose gradients are added before the optimiser's update.
       objective: the loss.
       compute: dtype of the matrix products.
       repeats: number of timings; the median is reported.
@@ -67,6 +68,7 @@ class Options:
     model: ModelOptions = dataclasses.field(default_factory=_usual_shape)
     window: int = 256
     batch: int = 8
+    accumulate: int = 8
     objective: Literal["sft", "layerskip"] = "sft"
     compute: Literal["float32", "bfloat16"] = "float32"
     repeats: int = 7
@@ -148,9 +150,13 @@ def measure(options: Options) -> dict[str, Any]:
     )
     times = {name: statistics.median(values) for name, values in taken.items()}
     peak = 2 * side**3 / (1e-3 * times["product"])
-    flops = step_flops(config, options.batch, options.window, exits)
+    times = {
+        name: ms * (options.accumulate if name in ("gradients", "layers") else 1)
+        for name, ms in times.items()
+    }
+    flops = step_flops(config, options.batch * options.accumulate, options.window, exits)
     total_ms = times["gradients"] + times["optimiser"]
-    tokens = options.batch * options.window
+    tokens = options.batch * options.accumulate * options.window
     return {
         "parameters": llama.num_params(config),
         "tokens_per_second": 1e3 * tokens / total_ms,

@@ -271,7 +271,7 @@ def test_without_a_gradient_matrices_decay_and_norms_stay(kind, params):
     options = optimizer.OptimizerOptions(kind, learning_rate=0.1, weight_decay=0.5, warmup=1)
     transform = optimizer.make_optimizer(options, 10)
     state, still = transform.init(params), jax.tree.map(jnp.zeros_like, params)
-    for _ in range(2):  # the first step of the warm-up has rate 0
+    for _ in range(2):  # the warm-up has one step
         moved, state = transform.update(still, state, params)
 
     def check(on, change, leaf):
@@ -291,7 +291,7 @@ def test_muon_moves_each_matrix_of_a_layer_alike_in_all_directions_and_the_rest_
     moved = {}
     for kind, transform in (("adamw", clipped), ("muon", optimizer.make_optimizer(options, 10))):
         state = transform.init(params)
-        for _ in range(2):  # the first step of the warm-up has rate 0
+        for _ in range(2):  # the warm-up has one step
             moved[kind], state = transform.update(gradient, state, params)
     muon, adamw = moved["muon"], moved["adamw"]
     layer = muon["layers"][0]
@@ -319,12 +319,13 @@ def test_muon_moves_each_matrix_of_a_layer_alike_in_all_directions_and_the_rest_
 def test_schedules_warm_up_and_end():
     options = optimizer.OptimizerOptions(learning_rate=0.5, final_fraction=0.1, warmup=10)
     rate = optimizer.schedule(options, 100)
-    rates = [float(rate(i)) for i in (0, 10, 100)]
-    assert rates == pytest.approx([0, 0.5, 0.05])
+    rates = [float(rate(i)) for i in (0, 1, 9, 10, 100)]
+    assert rates == pytest.approx([0.5 / 11, 1 / 11, 5 / 11, 0.5, 0.05])
+    assert float(optimizer.schedule(dataclasses.replace(options, warmup=0), 100)(0)) == 0.5
     assert all(float(rate(i)) > float(rate(i + 1)) for i in range(10, 100, 7))
     flat = dataclasses.replace(options, schedule="constant", decay_steps=20)
     rate = optimizer.schedule(flat, 100)
-    assert [float(rate(i)) for i in (5, 10, 80, 90, 100)] == pytest.approx([0.25, 0.5, 0.5, 0.275, 0.05])
+    assert [float(rate(i)) for i in (4, 10, 80, 90, 100)] == pytest.approx([2.5 / 11, 0.5, 0.5, 0.275, 0.05])
 
 
 def test_a_few_steps_learn(params):

@@ -98,7 +98,9 @@ class OptimizerOptions:
 
 
 def schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
-    """Returns the learning rate by step: 0 at first, the peak after warm-up, `final_fraction` of it at `steps`."""
+    """Returns the learning rate by step, from 0: it rises in equal steps from the first one on, has its peak after
+    warm-up, and `final_fraction` of it at `steps`.
+    """
     options = options.completed()
     assert options.learning_rate is not None
     assert options.warmup is not None
@@ -109,7 +111,8 @@ def schedule(options: OptimizerOptions, steps: int) -> optax.Schedule:
         decay = min(decay, options.decay_steps)
     return optax.join_schedules(
         [
-            optax.linear_schedule(0.0, options.learning_rate, warmup),
+            # The first step has a rate above 0, else its batch would train nothing.
+            lambda step: options.learning_rate * (step + 1) / (warmup + 1),
             optax.constant_schedule(options.learning_rate),
             optax.cosine_decay_schedule(options.learning_rate, max(1, decay), options.final_fraction),
         ],

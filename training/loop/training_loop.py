@@ -316,9 +316,10 @@ class Loop:
         shown = f"loss {record['loss']:.4f}"
         if held_out is None:
             return shown
-        return _joined(
-            shown, f"held-out {held_out['held_out_loss']:.4f}", evaluation.acceptance_in_words(held_out)
-        )
+        found, uniform = held_out["held_out_loss"], math.log(self.vocab_size)
+        worse = f"above {uniform:.2f}, that of equal probabilities: take more steps or raise --learning-rate"
+        shown = _joined(shown, f"held-out {found:.4f}", worse if found > uniform else "")
+        return _joined(shown, evaluation.acceptance_in_words(held_out))
 
     def _write(self, log: Metrics, step: int, record: dict[str, float]) -> None:
         with _clear_errors(self.checkpoints, "metrics"):
