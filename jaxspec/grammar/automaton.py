@@ -52,7 +52,7 @@ class Nodes:
 
     def fresh(self) -> int:
         """Returns a new node without edges: an end, or a loop to be closed by `close`."""
-        self.spend()
+        self.spend(4)
         self.edges.append(())
         self.empty.append(())
         return len(self.edges) - 1
@@ -219,14 +219,14 @@ def both(nodes: Nodes, builds: Sequence[Build], end: int | None) -> int | None:
     )
     pairs = {(0, 0): nodes.fresh()}
     for a, b in (order := [(0, 0)]):  # grows
-        possible = (left[a] >= 0) & (right[b] >= 0)
-        edges = []
-        for byte in np.flatnonzero(possible).tolist():
+        edges: list[tuple[int, int, int]] = []
+        for byte in np.flatnonzero((left[a] >= 0) & (right[b] >= 0)).tolist():
             pair = int(left[a, byte]), int(right[b, byte])
             if pair not in pairs:
                 pairs[pair] = nodes.fresh()
                 order.append(pair)
-            edges.append((byte, byte, pairs[pair]))
+            begin = edges.pop()[0] if edges and edges[-1][1:] == (byte - 1, pairs[pair]) else byte
+            edges.append((begin, byte, pairs[pair]))
         nodes.spend(len(edges))
         nodes.edges[pairs[a, b]] = tuple(edges)
         if left_final[a] and right_final[b]:

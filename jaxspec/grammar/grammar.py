@@ -15,10 +15,11 @@ from jaxspec.grammar.automaton import GrammarError, Nodes, deterministic
 from jaxspec.grammar.json_schema import JsonSchema
 from jaxspec.grammar.regex import Regex
 from jaxspec.grammar.table import TokenTable, token_table
+from jaxspec.io.gguf.ends import END_TEXTS
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 
 # The depth of `Grammar.json_object`, and the most characters of a grammar.
-OBJECT_DEPTH = 4
+OBJECT_DEPTH = 5
 MAX_SIZE = 2**18
 # What a model may write between the marker and the text.
 _AFTER_MARKER = (b"\n\n", b"\n", b" ")
@@ -115,7 +116,7 @@ class _Vocabulary:
     Attributes:
       key: a hash of the tokens.
       tokens: the bytes of each token inside a text; None for special and added ones.
-      added: the ids of the added tokens, by text.
+      added: the ids of the added tokens that may stand before the text, by text: neither ends nor padding.
     """
 
     key: str
@@ -126,6 +127,8 @@ class _Vocabulary:
     @functools.lru_cache(maxsize=4)
     def of(tokenizer: Tokenizer) -> _Vocabulary:
         tokens, added = tokenizer.token_bytes()
+        never = END_TEXTS.union(text for text in tokenizer.special_tokens.values() if isinstance(text, str))
+        added = {text: index for text, index in added.items() if text not in never}
         return _Vocabulary(hashlib.sha256(repr((tokens, added)).encode()).hexdigest(), tokens, added)
 
 

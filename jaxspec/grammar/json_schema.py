@@ -93,7 +93,7 @@ class JsonSchema:
     def _value(
         self, schema: Any, path: str, level: int, end: int | None, refs: Mapping[str, int]
     ) -> int | None:
-        self._nodes.spend(8)
+        self._nodes.spend(32)
         if schema is False or end is None:
             return None
         schema = _enumerated(schema, path)
@@ -308,15 +308,13 @@ class JsonSchema:
         nodes, (path, level, refs) = self._nodes, place
         shape = schema.get("propertyNames", True)
 
+        @functools.cache  # loops of equal members would not be equal nodes
         def member(to: int | None) -> int | None:
             start = self._colon(self._value(others, f"{path}.additionalProperties", level + 1, to, refs))
             keys: list[Build] = [lambda to: self._other_names(list(names), to)]
             if shape is not True:
-                keys.append(
-                    lambda to: self._value(
-                        {**shape, "type": "string"}, f"{path}.propertyNames", level, to, refs
-                    )
-                )
+                where, texts = f"{path}.propertyNames", merged(shape, {"type": "string"}, path)
+                keys.append(lambda to: self._value(texts, where, level, to, refs))
             return both(nodes, keys, start)
 
         last = len(rests) - 1
@@ -367,9 +365,13 @@ class JsonSchema:
             high = len(first) if high is None else min(high, len(first))
         close, empty = self._close(b"]", level, end), nodes.literal(b"[]", end)
 
+        @functools.cache  # loops of equal items would not be equal nodes
+        def item(to: int | None) -> int | None:
+            return self._value(items, f"{path}.items", level + 1, to, refs)
+
         def member(at: int, to: int | None) -> int | None:
-            given, where = (first[at], f"[{at}]") if at < len(first) else (items, ".items")
-            start = self._value(given, f"{path}{where}", level + 1, to, refs)
+            known = at < len(first)
+            start = self._value(first[at], f"{path}[{at}]", level + 1, to, refs) if known else item(to)
             return self._separated(at > 0, b"[", level, start)
 
         count = max(low, len(first), 1) if high is None else high

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxspec.grammar.automaton import GrammarError
 
-# The most entries of a table; 64 MiB on the device.
-MAX_ENTRIES = 2**24
+# The most entries of a table; 32 MiB on the device.
+MAX_ENTRIES = 2**23
 _CHUNK = 2**24
 
 

@@ -7,6 +7,8 @@ import itertools
 import json
 import random
 import re
+import threading
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -14,12 +16,15 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxspec.grammar import Grammar, GrammarError, TokenTable, compile_grammar
+from jaxspec.grammar import Grammar, GrammarError, TokenTable, automaton, compile_grammar
 from jaxspec.grammar.automaton import Nodes, deterministic
 from jaxspec.grammar.numbers import between
+from jaxspec.grammar.regex import Regex
+from jaxspec.grammar.table import token_table
 from jaxspec.io.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from tests.files.test_tokenizer import directory as small_directory
 from tests.files.test_tokenizer import tokenizer as small_tokenizer
-from tests.grammar.schemas import REFUSED, SCHEMAS
+from tests.grammar.schemas import PERSON, REFUSED, SCHEMAS
 
 SMOLLM2 = (
     Path(__file__).parents[3] / "shared/data/models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,11 +36,16 @@ class Bytes:
 
     vocab_size = 256
 
-    def __init__(self, *more: bytes | None, **added: int) -> None:
-        self._tokens, self._added = [*(bytes([byte]) for byte in range(256)), *more], added
+    def __init__(self, added: Sequence[str] = ()) -> None:
+        self._tokens = [*(bytes([byte]) for byte in range(256)), *(None for _ in added)]
+        self._added = {text: 256 + at for at, text in enumerate(added)}
 
     def token_bytes(self):
         return self._tokens, self._added
+
+    @property
+    def special_tokens(self):
+        return {"pad_token": "<pad>"}
 
 
 BYTES = Bytes()
@@ -222,12 +232,11 @@ def text_ids(used, text: str) -> list[int]:
     """The tokens of a text that follows another."""
     if used is BYTES:
         return list(text.encode())
-    before = used.encode("a")
-    ids = used.encode("a" + text)
-    if ids[: len(before)] != before:  # a token crosses the boundary
-        ids = used.encode("a\n" + text)[len(before) :]
-        return ids[1 + len(used.encode("a\n")) - len(before) - 1 :]
-    return ids[len(before) :]
+    for before in ("", "a", "a\n"):
+        ids = used.encode(before + text)[len(used.encode(before)) :]
+        if text_after(used, ids) == text:
+            return ids
+    raise AssertionError(f"{text!r} has no tokens after a text")
 
 
 def text_after(used, ids: list[int]) -> str:
@@ -240,3 +249,199 @@ def test_what_cannot_be_expressed_has_one_line(schema, line):
     with pytest.raises(GrammarError, match=line) as raised:
         table(Grammar.json_schema(schema))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("pattern", ["(ab|é)*c?", "a{1,3}(日|b)", "[^ab]b*", "(a|b)*a(a|b)"])
+def test_every_path_of_tokens_is_one_of_bytes(pattern):
+    """All texts of up to four tokens, some of them parts of characters, over a vocabulary that lacks some bytes."""
+    parts = b"\xc3", b"\xa9", "日".encode()[:2], "日".encode()[2:]
+    tokens = [b"a", b"b", b"ab", b"aa", *parts, "é".encode(), b"c", None, b""]
+    nodes = Nodes()
+    end = nodes.fresh()
+    made = token_table(*deterministic(nodes, Regex(pattern, nodes).whole(end), end), tokens)
+    accepted, begun = set(), set()
+    for length in range(6):
+        for ids in itertools.product(range(10), repeat=length):
+            text = b"".join(tokens[index] for index in ids).decode(errors="surrogateescape")
+            if re.fullmatch(pattern, text) and text.isprintable():
+                accepted.add(ids)
+                begun |= {ids[:at] for at in range(length + 1)}
+    for length in range(4):  # two more tokens complete any text of these expressions
+        for ids in itertools.product(range(len(tokens)), repeat=length):
+            state = state_after(made, ids)
+            assert (state >= 0) == (ids in begun), ids
+            assert (state >= 0 and made.final[state]) == (ids in accepted), ids
+
+
+def test_tokens_without_which_no_text_ends_are_forbidden():
+    nodes = Nodes()
+    end = nodes.fresh()
+    start = nodes.either(nodes.literal(b"ab", end), nodes.literal(b"ac", end))
+    automaton = deterministic(nodes, start, end)
+    made = token_table(*automaton, [b"a", b"b", b"x", b"ac"])
+    assert made.next.shape == (3, 4)
+    assert [state_after(made, ids) >= 0 for ids in ([0], [1], [2], [3], [0, 1])] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert token_table(*automaton, [b"x", b"ac", b"a"]).next.shape[0] == 2
+    with pytest.raises(GrammarError, match="no text of the grammar can be written with the tokens"):
+        token_table(*automaton, [b"a", b"x", None])
+
+
+@pytest.mark.parametrize("name", VOCABULARIES[:3])
+def test_bytes_of_tokens_add_up_to_the_text(name):
+    used = tokenizer(name)
+    tokens, added = used.token_bytes()
+    assert len(tokens) == used.vocab_size
+    assert all(tokens[index] is None for index in [*added.values(), *used.special_ids])
+    known = [index for index, token in enumerate(tokens) if token is not None]
+    assert len(known) >= used.vocab_size - len(added) - 3
+    rng = random.Random(0)
+    for text in ["Hello, wörld!\n  two  spaces", "日本語 🎉é", "a\tb"]:
+        ids = text_ids(used, text)
+        assert b"".join(tokens[index] for index in ids).decode() == text
+    for _ in range(200):
+        ids = rng.choices(known, k=rng.randrange(1, 5))
+        joined = b"".join(tokens[index] for index in ids).decode(errors="replace")
+        assert joined.replace("\ufffd", "") == text_after(used, ids).replace("\ufffd", "")
+
+
+def test_text_before_the_marker_is_free():
+    used = Bytes(["</t>", "<t>", "<pad>", "</s>"])
+    made = compile_grammar(Grammar.choices(["yes", "no"], after="</t>"), used, 270)
+    assert not made.final[0]
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(
+            rng.choice(["<", "/", "t", ">", "</t>", "yes", "\n", " ", "é", "<</t>"]) for _ in range(6)
+        )
+        thought, marker, rest = text.partition("</t>")
+        expected = bool(marker) and rest in ("yes", " yes", "\nyes", "\n\nyes")
+        assert accepts(made, text.encode()) == expected, text
+        ids = [257, *thought.encode(), 256, *rest.encode()]  # special tokens do the same
+        assert accepts(made, ids) == expected, text
+    free = [state_after(made, [index]) >= 0 for index in range(256, 270)]
+    assert free == [True, True] + [False] * 12  # neither ends nor padding
+    assert state_after(made, [256, 257]) < 0
+    assert state_after(made, b"\xff\xfe") == 0
+    assert compile_grammar(Grammar.regex("a", after="<t>"), Bytes(), 256).final.any()
+
+
+HOSTILE = [
+    Grammar.regex(".{1,100000}"),
+    Grammar.regex("((a{1,100}){1,100}){1,100}"),
+    Grammar.regex("(a|b)*a(a|b){30}"),
+    Grammar.regex("(a?){2000}"),
+    Grammar.regex("(" * 5000 + "a" + ")" * 5000),
+    Grammar.regex("a{0,4000000}"),
+    Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}),
+    Grammar.json_schema({"type": "array", "items": {"enum": []}, "maxItems": 10**9}),
+    Grammar.json_schema({"type": "array", "minItems": 10**9}),
+    Grammar.json_schema({"type": "string", "maxLength": 10**9}),
+    Grammar.json_schema(
+        {"type": "object", "maxProperties": 10**9, "additionalProperties": {"type": "integer"}}
+    ),
+    Grammar.json_schema('{"items":' * 900 + "1" + "}" * 900),
+    Grammar.json_schema(
+        {
+            "$defs": {
+                f"d{at}": {"prefixItems": [{"$ref": f"#/$defs/d{at + 1}"}] * 10, "minItems": 10}
+                for at in range(9)
+            }
+            | {"d9": {"type": "integer"}},
+            "$ref": "#/$defs/d0",
+        }
+    ),
+    Grammar.json_schema(
+        {"allOf": [{"anyOf": [{"minLength": at}, {"maxLength": at + 5}]} for at in range(20)]}
+    ),
+]
+
+
+@pytest.mark.parametrize("grammar", HOSTILE, ids=lambda one: str(one.source)[:30])
+def test_hostile_grammars_are_refused(grammar, monkeypatch):
+    monkeypatch.setattr(automaton, "MAX_WORK", automaton.MAX_WORK // 8)
+    with pytest.raises(GrammarError, match=r"shorten its repetitions|nested too deeply") as raised:
+        table(grammar)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a|aa)*b", "((a*)*)*", "(x+x+)+y", "(a?){300}a{300}", ".*a.*b.*c.*d.*e.*f.*g.*h"]
+)
+def test_expressions_that_are_slow_elsewhere_are_small(pattern):
+    assert len(table(Grammar.regex(pattern)).final) < 1000
+
+
+def test_tables_are_kept_by_content():
+    first = table(Grammar.json_schema(PERSON), "byte_fallback")
+    again = load_tokenizer(small_directory("byte_fallback"))
+    assert again is not tokenizer("byte_fallback")
+    assert compile_grammar(Grammar.json_schema(json.dumps(PERSON)), again, again.vocab_size) is first
+    padded = table(Grammar.json_schema(PERSON), "byte_fallback", padding=9)
+    assert len(padded.class_of) == len(first.class_of) + 9
+    assert padded.key != first.key
+    assert (padded.next[:, padded.class_of[-9:]] == -1).all()
+    assert first.nbytes == first.class_of.nbytes + first.next.nbytes + first.final.nbytes
+    found: list[TokenTable] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(table(Grammar.regex("[ab]{2,7}c"), "byte_fallback")))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {one.key for one in found} == {table(Grammar.regex("[ab]{2,7}c"), "byte_fallback").key}
+    assert len(found) == 4
+
+
+def test_any_object_and_the_other_kinds():
+    made = table(Grammar.json_object())
+    for text in ("{}", '{"a": [1, {"b": [[null]]}], "é": "x"}'):
+        assert accepts(made, text.encode())
+    assert not accepts(made, b"[]")
+    assert not accepts(made, b'{"a": [[[[[]]]]]}')
+    for text in walk_texts(made):
+        assert isinstance(json.loads(text), dict)
+    assert accepts(table(Grammar.choices(["", "a\nb"])), b"")
+    for wrong, line in (
+        (lambda: Grammar.choices([]), "expected a list of strings"),
+        (lambda: Grammar.choices("yes"), "expected a list of strings"),
+        (lambda: Grammar.json_schema({"a": object()}), "cannot be written as JSON"),
+        (lambda: Grammar.regex("a" * 300_000), "has 300000 characters; at most"),
+        (lambda: Grammar.regex("a", after=""), "`after` is empty"),
+        (lambda: table(Grammar("xml")), "kind is 'xml'; expected json_schema"),
+        (lambda: table(Grammar.regex("a(?!b)")), "has assert not, which cannot be expressed"),
+    ):
+        with pytest.raises(GrammarError, match=line):
+            wrong()
+
+
+def walk_texts(made: TokenTable, count: int = 20) -> list[str]:
+    rng = random.Random(0)
+    return [bytes(walk(made, rng)).decode() for _ in range(count)]
+
+
+def test_a_pydantic_class():
+    pydantic = pytest.importorskip("pydantic")
+
+    class Item(pydantic.BaseModel):
+        name: str = pydantic.Field(min_length=1)
+        price: float = pydantic.Field(ge=0, le=10)
+
+    class Order(pydantic.BaseModel):
+        number: int
+        items: list[Item] = pydantic.Field(max_length=2)
+        note: str | None = None
+        extra: dict[str, bool] | None = None
+
+    made = table(Grammar.json_schema(Order))
+    for text in walk_texts(made):
+        Order.model_validate_json(text)
+    order = Order(number=1, items=[Item(name="a", price=0.5)], extra={"b": True})
+    assert accepts(made, order.model_dump_json().encode())
