@@ -18,24 +18,10 @@ from jaxspec.io.hf.layout import leaves
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 # Byte offsets of the float16 scales in a block; `gguf` has no quantiser for these types.
 K_SCALES = {"IQ4_NL": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+# The architectures whose rows of queries and keys llama.cpp's conversion permutes.
+PERMUTED = ("llama", "granite", "mistral3", "smollm3")
 _NUMBERS = {
     bool: GGUFValueType.BOOL,
     int: GGUFValueType.UINT32,
@@ -44,22 +30,29 @@ _NUMBERS = {
 }
 
 
-def stored_name(name: str) -> str:
+@functools.cache
+def _names(architecture: str) -> gguf.TensorNameMap:
+    """Returns llama.cpp's own table of names."""
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, 64)
+
+
+def stored_name(name: str, architecture: str = "llama") -> str:
     """Returns llama.cpp's name of a Hugging Face tensor."""
-    stem, suffix = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, layer, stem = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[stem]}.{suffix}"
-    return f"{NAMES[stem]}.{suffix}"
+    found = _names(architecture).get_name(name, (".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def hugging_face_tensors(config: LlamaConfig, params: Params) -> dict[str, np.ndarray]:
     """Returns every tensor, float32, by its Hugging Face name."""
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for array, (_, _, sources) in zip(jax.tree.leaves(params), leaves(config), strict=True):
         for source in sources:
-            part = np.asarray(array, np.float32).reshape(source.split)[source.index]
-            found[source.name] = part.reshape(source.shape)
+            tensor = found.setdefault(source.name, np.empty(source.shape, np.float32))
+            part = source.part(tensor)
+            values = np.asarray(array, np.float32).reshape(source.split)[source.index]
+            part[...] = values.reshape(part.shape)
     return found
 
 
@@ -76,11 +69,16 @@ def tensors(config: LlamaConfig, params: Params, architecture: str) -> dict[str,
     """Returns every tensor, float32, by llama.cpp's name and in its order."""
     found = {}
     for name, values in hugging_face_tensors(config, params).items():
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
             values = neighbours(values, config.num_heads if "q_proj" in name else config.num_kv_heads)
-        found[stored_name(name)] = values
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        found[stored_name(name, architecture)] = values
     if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
         found["rope_freqs.weight"] = rope_factors(config)
+    if config.rope_scaling is not None and config.rope_scaling.kind == "longrope":
+        found["rope_factors_short.weight"] = np.float32(config.rope_scaling.short_factors)
+        found["rope_factors_long.weight"] = np.float32(config.rope_scaling.long_factors)
     return found
 
 
@@ -114,14 +112,15 @@ def metadata(config: LlamaConfig, architecture: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.head_dim,
+        "rope.dimension_count": config.rotary_dim or config.head_dim,
         "rope.freq_base": config.rope_theta,
         "vocab_size": config.vocab_size,
     }
     if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope_scaling.factor}
-    if config.sliding_windows:
-        values["attention.sliding_window"] = config.sliding_windows[0]
+    if any(config.sliding_windows):
+        values["attention.sliding_window"] = next(filter(None, config.sliding_windows))
+    values |= _own_metadata(config, architecture)
     named = {f"{architecture}.{key}": value for key, value in values.items()}
     named |= {"general.name": "tiny", "general.file_type": 0}
     if config.bos_token_id is not None:
@@ -129,6 +128,39 @@ def metadata(config: LlamaConfig, architecture: str) -> dict[str, Any]:
     for name, index in zip(("eos", "eot", "eom"), config.eos_token_ids, strict=False):
         named[f"tokenizer.ggml.{name}_token_id"] = index
     return named
+
+
+def _own_metadata(config: LlamaConfig, architecture: str) -> dict[str, Any]:
+    """Returns the metadata that `conversion/` of llama.cpp writes for some architectures only."""
+    scaling, values = config.rope_scaling, {}
+    if scaling is not None and scaling.kind in ("yarn", "longrope"):
+        values["rope.scaling.original_context_length"] = scaling.original_max_position_embeddings
+    if scaling is not None and scaling.kind == "yarn":
+        values |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": scaling.factor,
+            "rope.scaling.yarn_beta_fast": scaling.beta_fast,
+            "rope.scaling.yarn_beta_slow": scaling.beta_slow,
+        }
+    if architecture == "phi3":
+        values |= {"rope.scaling.attn_factor": scaling.attention_factor if scaling else None}
+    elif architecture == "mistral3":
+        values |= {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": scaling.query_beta}
+    elif architecture == "granite":
+        values |= {
+            "attention.scale": config.scores.scale,
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": 1 / config.logit_multiplier,
+        }
+    elif architecture == "gemma2":
+        caps = {"attn": config.scores.cap, "final": config.logit_cap}
+        values |= {f"{name}_logit_softcapping": cap for name, cap in caps.items()}
+    elif architecture in ("olmo2", "exaone4") and any(config.sliding_windows):
+        values["attention.sliding_window_pattern"] = [window is not None for window in config.sliding_windows]
+    if config.window_rope_theta is not None:
+        values["rope.freq_base_swa"] = config.window_rope_theta
+    return values
 
 
 def pack(values: np.ndarray, kind: str) -> np.ndarray:

@@ -229,8 +229,8 @@ MUTANTS = (
     Mutant(
         "queries and keys of a GGUF file stay interleaved",
         "io/gguf/gguf.py",
-        "return _halves(values, heads) if interleaved and heads else values",
-        "return values",
+        'Architecture("llama", interleaved=True, windowed="mistral")',
+        'Architecture("llama", windowed="mistral")',
         "gguf",
     ),
     Mutant(

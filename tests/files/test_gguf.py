@@ -22,6 +22,7 @@ from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.testing import reference
 from tests import gguf_files
+from tests.families import YARN, family
 from tests.gguf_files import write
 
 BASE = LlamaConfig(
@@ -58,6 +59,21 @@ CONFIGS = {
 }
 
 
+# Deep enough for the patterns of windows and of rotation.
+DEEP = dataclasses.replace(BASE, num_layers=6, intermediate_size=32, max_position_embeddings=64)
+ARCHITECTURES = {
+    **{name: name for name in ("exaone", "exaone4", "gemma", "gemma2", "glm4", "granite", "olmo2", "phi3")},
+    **{name: name for name in ("seed_oss", "smollm3", "llama", "qwen2", "qwen3")},
+    "gemma3_text": "gemma3",
+    "ministral3": "mistral3",
+    "olmo3": "olmo2",
+    "mistral": "llama",
+}
+CONFIGS |= {
+    f"family-{kind}": (architecture, family(kind, DEEP)) for kind, architecture in ARCHITECTURES.items()
+}
+
+
 def assert_same(left, right):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), left, right)
 
@@ -84,7 +100,16 @@ def test_what_was_written_is_read(tmp_path, name):
     path = write(tmp_path / "m.gguf", config, params, architecture=architecture)
     assert models.read_config(path) == config
     assert models.stored_dtype(path) == np.float32
-    assert_same(models.load_params(path, config, jnp.float32), params)
+    loaded = models.load_params(path, config, jnp.float32)
+    if config.norm_offset:
+        # Sums with the offset are rounded.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), loaded, params)
+    else:
+        assert_same(loaded, params)
+
+
+def test_every_architecture_has_a_test():
+    assert {architecture for architecture, _ in CONFIGS.values()} == models.ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("kind", PLAIN + BLOCKS)
@@ -254,9 +279,9 @@ def number(kind: str) -> GGMLQuantizationType:
     ("changes", "extra", "match"),
     [
         (
-            {"general.architecture": "gemma"},
+            {"general.architecture": "gemma4"},
             {},
-            "architecture 'gemma' is not supported; supported: llama, qwen2, qwen3",
+            "architecture 'gemma4' is not supported; supported: llama, qwen2, qwen3, exaone",
         ),
         ({"llama.expert_count": 8}, {}, r"llama\.expert_count is 8, which is not supported"),
         ({"llama.block_count": None}, {}, r"llama\.block_count is missing"),
@@ -266,7 +291,16 @@ def number(kind: str) -> GGMLQuantizationType:
         ({"llama.attention.head_count_kv": [2, 1]}, {}, "head_count_kv differs by layer"),
         ({"llama.attention.head_count_kv": 3}, {}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"llama.rope.dimension_count": 4}, {}, r"rope\.dimension_count is 4 beside heads of 8"),
-        ({"llama.rope.scaling.type": "yarn"}, {}, "RoPE scaling 'yarn' is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, {}, "RoPE scaling 'longrope' is not supported"),
+        ({}, {"rope_factors_short.weight": np.ones(4)}, r"rope_factors_short\.weight has no place"),
+        ({"llama.attention.scale": 0.5}, {}, r"llama\.attention\.scale is 0\.5, which is not supported"),
+        (
+            {"llama.attention.temperature_scale": 0.5},
+            {},
+            r"temperature_scale is 0\.5, which is not supported",
+        ),
+        ({"llama.rope.freq_base_swa": 20.0}, {}, r"rope\.freq_base_swa is 20\.0, which is not supported"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, {}, r"attn_factor is 2\.0, which is not supported"),
         ({}, {"rope_freqs.weight": np.float32([1, 2, 3, 4])}, "not those of Llama 3"),
         ({"tokenizer.ggml.eos_token_id": "</s>"}, {}, "eos_token_id is '</s>', expected a whole number"),
         ({"split.count": 3}, {}, "one part of 3; put them together"),
@@ -286,6 +320,59 @@ def test_models_that_are_not_supported(tmp_path, changes, extra, match):
         models.load_params(path, models.read_config(path), jnp.float32)
     assert str(path) in one_line(error)
     assert one_line(error).count(str(path)) == 1
+
+
+def test_a_granite_without_rope_is_refused(tmp_path):
+    config, changes = family("granite", BASE), {"granite.rope.scaling.finetuned": False}
+    params = reference.random_params(config, 0)
+    path = write(tmp_path / "m.gguf", config, params, architecture="granite", changes=changes)
+    with pytest.raises(
+        ValueError, match=r"granite\.rope\.scaling\.finetuned is False, which is not supported"
+    ):
+        models.read_config(path)
+
+
+def test_patterns_of_windows(tmp_path):
+    """A number of layers after the last of which all tokens are seen, a list, and none, for which a family has one."""
+    config = family("gemma2", dataclasses.replace(BASE, num_layers=4))
+    params = reference.random_params(config, 0)
+    for pattern, expected in (
+        (3, (4, 4, None, 4)),
+        (0, (4,) * 4),
+        (1, ()),
+        ([True, False, False, True], (4, None, None, 4)),
+        (None, (4, None, 4, None)),
+    ):
+        changes = {"gemma2.attention.sliding_window_pattern": pattern}
+        path = write(tmp_path / "m.gguf", config, params, architecture="gemma2", changes=changes)
+        assert models.read_config(path).sliding_windows == expected
+    # llama.cpp's default, and its sign of none.
+    for window, expected in ((None, (4096, None) * 2), (0, ())):
+        changes = {"gemma2.attention.sliding_window": window}
+        path = write(tmp_path / "m.gguf", config, params, architecture="gemma2", changes=changes)
+        assert models.read_config(path).sliding_windows == expected
+
+
+def test_the_largest_gemma_has_another_scale_of_attention(tmp_path):
+    for kind, architecture, layers in (("gemma2", "gemma2", 46), ("gemma3_text", "gemma3", 62)):
+        config = family(kind, dataclasses.replace(BASE, num_layers=layers, num_heads=2, num_kv_heads=1))
+        path = write(
+            tmp_path / "m.gguf", config, reference.random_params(config, 0), architecture=architecture
+        )
+        assert models.read_config(path).scores.scale == 16**-0.5
+
+
+def test_yarn(tmp_path):
+    config = dataclasses.replace(BASE, rope_scaling=YARN)
+    params = reference.random_params(config, 0)
+    for changes, attention in (
+        ({}, YARN.attention_factor),
+        ({"llama.rope.scaling.yarn_attn_factor": 1.5}, 1.5),
+        ({"llama.rope.scaling.yarn_log_multiplier": 1.0}, 1.0),
+    ):
+        path = write(tmp_path / "m.gguf", config, params, changes=changes)
+        scaling = dataclasses.replace(YARN, attention_factor=attention)
+        assert models.read_config(path) == dataclasses.replace(config, rope_scaling=scaling)
 
 
 def test_tensor_types_that_are_not_supported(tmp_path):

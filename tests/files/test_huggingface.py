@@ -19,12 +19,14 @@ from jaxspec.host.messages import brief_errors
 from jaxspec.io import tensors
 from jaxspec.io.embedded import EMBEDDED, embedded_model, embedded_names
 from jaxspec.io.hf import config_json, huggingface
+from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.hf.layout import leaves
 from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
 from jaxspec.model.sharding import with_copies
 from jaxspec.testing import reference
+from tests.families import CHANGES, family
 
 MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
 
@@ -65,14 +67,7 @@ CONFIGS = {
         tie_embeddings=True,
     ),
     "qwen2_full": dataclasses.replace(BASE, model_type="qwen2", qkv_bias=True, bos_token_id=None),
-    # Matrices that are stored together, and rotated pairs that are neighbours.
-    "phi3": dataclasses.replace(BASE, model_type="phi3", head_dim=4, rotary_dim=2),
-    "glm4": dataclasses.replace(
-        BASE, model_type="glm4", head_dim=8, rotary_dim=4, norm_placement="sandwich", qkv_bias=True
-    ),
-    "olmo2": dataclasses.replace(
-        BASE, model_type="olmo2", norm_placement="post", qk_norm=True, qk_norm_over_heads=True
-    ),
+    **{f"family-{kind}": family(kind, BASE) for kind in CHANGES},
 }
 
 
@@ -113,6 +108,10 @@ def test_round_trip(tmp_path, name):
     shards = {name: where for name, _, _ in leaves(config)}
     assert_same(huggingface.load_params(tmp_path, config, jnp.float32, shards), params)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_every_family_has_a_round_trip():
+    assert CHANGES.keys() == FAMILIES.keys()
 
 
 def test_tensors_are_those_of_hugging_face(tmp_path):

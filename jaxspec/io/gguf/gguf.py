@@ -1,14 +1,18 @@
 """Models in GGUF files: reads their configuration, and their weights dequantised tensor by tensor.
 
-Metadata keys and tensor names are llama.cpp's, in which Mistral models have the architecture `llama`.
+Metadata keys and tensor names are llama.cpp's (`conversion/` and `src/models/` of ggml-org/llama.cpp). An architecture
+is one record, and the rest is that of the family in `io.hf.families`: the metadata are translated to the keys of
+`config.json`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -17,47 +21,91 @@ from jax.typing import DTypeLike
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.gguf.container import PLAIN, GGUFFile, Tensor, read, token_ids
 from jaxspec.io.gguf.ends import end_ids
-from jaxspec.io.hf.config_json import MIN_EPSILON, check_context
-from jaxspec.io.hf.families import MAX_FACTOR
+from jaxspec.io.hf.config_json import MIN_EPSILON, config_from
+from jaxspec.io.hf.families import FAMILIES, FULL, MAX_FACTOR, SLIDING, Family
 from jaxspec.io.hf.huggingface import Place, Shardings, assemble, warn_of_surplus
-from jaxspec.io.hf.layout import EMBED, HEAD, Source, leaves
+from jaxspec.io.hf.layout import Layout, Source, leaves
 from jaxspec.io.hf.rope_json import MAX_THETA
 from jaxspec.io.hf.values import MAX_INT, number, whole
-from jaxspec.model.config import MAX_LAYERS, LlamaConfig, RopeScaling
+from jaxspec.model.config import MAX_LAYERS, LlamaConfig
 from jaxspec.model.llama import Params
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# In this architecture llama.cpp rotates neighbours, not halves, so the rows of q and k are stored in another order.
-_INTERLEAVED = "llama"
-_WHOLE = {EMBED: "token_embd.weight", "model.norm.weight": "output_norm.weight", HEAD: "output.weight"}
-_LAYER_PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """An architecture of llama.cpp.
+
+    Attributes:
+      model_type: of the family in `io.hf.families`.
+      interleaved: whether llama.cpp rotates neighbours, not halves (`llama_model_rope_type`).
+      windowed: the model type of a file with a window, if it is another one.
+      window: the window of a file that names none.
+      wide: the number of layers of the size whose scale of attention is (D ÷ H)^-½, not hd^-½: that of the 27B model.
+      names: names of tensors that differ from `_NAMES`.
+    """
+
+    model_type: str
+    interleaved: bool = False
+    windowed: str | None = None
+    window: int | None = None
+    wide: int | None = None
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """The names and the order of the tensors."""
+        return Layout("blk.{}.", {**_NAMES, **self.names}, self.interleaved)
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", interleaved=True, windowed="mistral"),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "exaone": Architecture("exaone"),
+    "exaone4": Architecture("exaone4"),
+    "gemma": Architecture("gemma"),
+    "gemma2": Architecture("gemma2", window=4096, wide=46),
+    "gemma3": Architecture("gemma3_text", wide=62),
+    "glm4": Architecture("glm4", interleaved=True),
+    "granite": Architecture("granite", interleaved=True),
+    "mistral3": Architecture("ministral3", interleaved=True),
+    "olmo2": Architecture("olmo2", windowed="olmo3"),
+    "phi3": Architecture("phi3"),
+    "seed_oss": Architecture("seed_oss", names={"mlp/norm": "post_attention_norm"}),
+    "smollm3": Architecture("smollm3", interleaved=True),
 }
+_NAMES = {
+    "embed": "token_embd",
+    "norm": "output_norm",
+    "head": "output",
+    "attention/norm": "attn_norm",
+    "attention/post_norm": "post_attention_norm",
+    "mlp/norm": "ffn_norm",
+    "mlp/post_norm": "post_ffw_norm",
+    **{f"attention/{name}": f"attn_{name}" for name in ("q_norm", "k_norm")},
+    **{name: f"attn_{name}" for name in ("q", "k", "v", "qkv")},
+    "attention/out": "attn_output",
+    **{name: f"ffn_{name}" for name in ("gate", "up")},
+    "gate_up": "ffn_up",
+    "mlp/down": "ffn_down",
+}
+_EMBED, _HEAD = (f"{_NAMES[name]}.weight" for name in ("embed", "head"))
 _ROPE_FACTORS = "rope_freqs.weight"
-# RoPE frequencies, which follow from the configuration; the names differ between versions of llama.cpp.
+_LENGTH, _THETA = "context_length", ("rope.freq_base", 1, MAX_THETA)
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+# RoPE frequencies, which are part of the configuration; the names differ between versions of llama.cpp.
 _DERIVED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")
-# Unsupported metadata that changes the computation of a layer.
-_FOREIGN = (
-    "expert_count",
-    "logit_scale",
-    "embedding_scale",
-    "residual_scale",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "attention.max_alibi_bias",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
+# Metadata that changes the computation, and the key of `config.json` under which some families have it. llama.cpp
+# treats 0 as none.
+_SPECIAL = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attention.scale": "attention_multiplier",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    **dict.fromkeys(("expert_count", "attention.clamp_kqv", "attention.max_alibi_bias"), ""),
+}
 # The RoPE scaling parameters of Llama 3.1 to 3.3; a file contains only the resulting factors.
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 _LLAMA3_LENGTHS = [2**n for n in range(4, 21)]
@@ -84,112 +132,195 @@ def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
 
 
 def _config(file: GGUFFile) -> LlamaConfig:
-    architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(
-            f"architecture {shown(architecture)} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"architecture {shown(name)} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    own = _Keys(file.metadata, architecture)
-    for name in _FOREIGN:
-        if own.get(name, 0):
-            raise ValueError(f"{architecture}.{name} is {shown(own.get(name))}, which is not supported")
+    own, of = _Keys(file.metadata, name), ARCHITECTURES[name]
     heads, hidden = own.size("attention.head_count"), own.size("embedding_length")
-    layers, embed = own.size("block_count", most=MAX_LAYERS), file.tensors.get(_WHOLE[EMBED])
+    layers, embed = own.size("block_count", most=MAX_LAYERS), file.tensors.get(_EMBED)
     if embed is None:
-        raise ValueError(f"tensor {_WHOLE[EMBED]} is missing")
+        raise ValueError(f"tensor {_EMBED} is missing")
     head_dim = own.size("attention.key_length", hidden // heads)
     if head_dim % 2:
         raise ValueError(f"heads of {head_dim} numbers are odd; rotary embeddings need even ones")
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if own.size(name, head_dim) != head_dim:
+    slides = own.get("attention.sliding_window", of.window)
+    window = own.size("attention.sliding_window", of.window) if slides else None
+    kind = of.windowed if window and of.windowed else of.model_type
+    family = FAMILIES[kind]
+    for key in ("attention.value_length", "rope.dimension_count"):
+        part = key.startswith("rope") and "partial_rotary_factor" in family.keys
+        if not part and own.size(key, head_dim) != head_dim:
             raise ValueError(
-                f"{architecture}.{name} is {shown(own.get(name))} beside heads of {head_dim}; supported: equal ones"
+                f"{name}.{key} is {shown(own.get(key))} beside heads of {head_dim}; supported: equal ones"
             )
-    window = own.get("attention.sliding_window")
-    biased = {name for name in ("attn_q", "attn_output", "ffn_down") if f"blk.0.{name}.bias" in file.tensors}
+    config = config_from(
+        {
+            "model_type": kind,
+            "vocab_size": embed.shape[0],
+            "hidden_size": hidden,
+            "intermediate_size": own.size("feed_forward_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": own.size("attention.head_count_kv", heads, most=heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": own.size(_LENGTH),
+            "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon", MIN_EPSILON, 1),
+            "tie_word_embeddings": _HEAD not in file.tensors,
+            "attention_multiplier": head_dim**-0.5,
+            "query_pre_attn_scalar": hidden // heads if layers == of.wide else head_dim,
+            **_special(own, family),
+            **_windows(own, window, layers),
+            **_rope(own, family, file.tensors, head_dim),
+            **dict.fromkeys(("attention_bias", "mlp_bias"), False),
+        }
+    )
+    biases = {
+        part: f"blk.0.{_NAMES[part]}.bias" in file.tensors
+        for part in ("q", "qkv", "attention/out", "mlp/down")
+    }
     ids = token_ids(file)
-    config = LlamaConfig(
-        vocab_size=embed.shape[0],
-        hidden_size=hidden,
-        intermediate_size=own.size("feed_forward_length"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=own.size("attention.head_count_kv", heads, most=heads),
-        head_dim=head_dim,
-        max_position_embeddings=own.size("context_length"),
-        rms_norm_eps=own.number("attention.layer_norm_rms_epsilon", MIN_EPSILON, 1),
-        rope_theta=_theta(own),
-        rope_scaling=_rope_scaling(own, file.tensors.get(_ROPE_FACTORS), head_dim),
-        tie_embeddings=_WHOLE[HEAD] not in file.tensors,
-        qkv_bias=architecture == "qwen2" or "attn_q" in biased,
-        output_bias="attn_output" in biased,
-        mlp_bias="ffn_down" in biased,
-        qk_norm=architecture == "qwen3",
-        sliding_windows=(own.size("attention.sliding_window"),) * layers if window else (),
+    return dataclasses.replace(
+        config,
+        qkv_bias=config.qkv_bias or biases["q"] or biases["qkv"],
+        output_bias=biases["attention/out"],
+        mlp_bias=biases["mlp/down"],
         bos_token_id=ids.get("bos"),
         eos_token_ids=end_ids(file),
-        model_type="mistral" if window and architecture == "llama" else architecture,
     )
-    check_context(config, f"{architecture}.context_length")
-    return config
+
+
+def _special(own: _Keys, family: Family) -> dict[str, Any]:
+    """Returns the values of `_SPECIAL` by their keys in `config.json`."""
+    found = {}
+    for name, key in _SPECIAL.items():
+        if own.get(name, 0):
+            found[key] = (
+                own.number(name, 1 / MAX_FACTOR, MAX_FACTOR) if key in family.keys else own.refuse(name)
+            )
+    if "residual_multiplier" in family.keys and own.get("rope.scaling.finetuned") is False:
+        own.refuse("rope.scaling.finetuned")  # a Granite without RoPE
+    return found
+
+
+def _windows(own: _Keys, window: int | None, layers: int) -> dict[str, Any]:
+    """Returns the keys of windows; without a pattern in the file, layers have windows as is usual in the family."""
+    name = "attention.sliding_window_pattern"
+    pattern, types = own.values.get(name), None
+    if window is None:
+        types = [FULL] * layers
+    elif isinstance(pattern, np.ndarray):
+        types = [SLIDING if slides else FULL for slides in pattern]
+    elif pattern is not None:
+        every = whole({name: pattern}, name, 0)
+        types = [SLIDING if not every or layer % every < every - 1 else FULL for layer in range(layers)]
+    keys = {"sliding_window": window, "use_sliding_window": window is not None, "max_window_layers": 0}
+    return keys if types is None else keys | {"layer_types": types}
 
 
 class _Keys:
     """The metadata of one architecture."""
 
     def __init__(self, metadata: dict[str, Any], architecture: str) -> None:
-        self._metadata, self._prefix = metadata, architecture
+        self.prefix = f"{architecture}."
+        self.values = {key.removeprefix(self.prefix): value for key, value in metadata.items()}
+
+    def refuse(self, name: str) -> NoReturn:
+        raise ValueError(f"{self.prefix}{name} is {shown(self.get(name))}, which is not supported")
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a value; an array of equal numbers, one per layer, is treated as that number."""
-        value = self._metadata.get(f"{self._prefix}.{name}", default)
+        value = self.values.get(name, default)
         if isinstance(value, np.ndarray):
             if len(set(value.tolist())) != 1:
-                raise ValueError(f"{self._prefix}.{name} differs by layer, which is not supported")
+                raise ValueError(f"{self.prefix}{name} differs by layer, which is not supported")
             value = value[0].item()
         return value
 
     def size(self, name: str, default: int | None = None, most: int = MAX_INT) -> int:
-        return whole(self._given(name, default), f"{self._prefix}.{name}", 1, most)
+        return whole(self._given(name, default), f"{self.prefix}{name}", 1, most)
 
     def number(self, name: str, least: float, most: float, default: float | None = None) -> float:
         """Returns a float32 as the shortest decimal that rounds to it: 1e-05, not 9.99999974738e-06."""
-        given = number(self._given(name, default), f"{self._prefix}.{name}", least, most)
+        given = number(self._given(name, default), f"{self.prefix}{name}", least, most)
         return float(str(np.float32(given)))
 
     def _given(self, name: str, default: Any) -> dict[str, Any]:
-        key, value = f"{self._prefix}.{name}", self.get(name, default)
+        key, value = f"{self.prefix}{name}", self.get(name, default)
         if value is None:
             raise ValueError(f"{key} is missing")
         return {key: value}
 
 
-def _theta(own: _Keys) -> float:
-    return own.number("rope.freq_base", 1, MAX_THETA, 10000.0)
+def _rope(own: _Keys, family: Family, tensors: Mapping[str, Tensor], head_dim: int) -> dict[str, Any]:
+    """Returns the keys of RoPE."""
+    rotated, theta = own.size("rope.dimension_count", head_dim, head_dim), own.number(*_THETA, 10000.0)
+    scaling = _scaling(own, tensors, theta, rotated)
+    beta, kind = own.number("attention.temperature_scale", 0, MAX_FACTOR, 0), scaling.get("rope_type")
+    of_windows = own.number("rope.freq_base_swa", 1, MAX_THETA, family.window_theta or theta)
+    for name, wrong in {
+        "attention.temperature_scale": beta and not (family.scales_queries and kind == "yarn"),
+        "rope.freq_base_swa": of_windows != theta and not family.window_rope,
+        "rope.scaling.attn_factor": own.get("rope.scaling.attn_factor", 1) not in (0, 1)
+        and kind != "longrope",
+        "rope.scaling.yarn_ext_factor": own.get("rope.scaling.yarn_ext_factor", 1) != 1,
+    }.items():
+        if wrong:
+            own.refuse(name)
+    rope = {
+        "rope_theta": theta,
+        "partial_rotary_factor": rotated / head_dim,
+        "llama_4_scaling_beta": beta,
+        **scaling,
+    }
+    original = {
+        "original_max_position_embeddings": own.size(
+            "rope.scaling.original_context_length", own.size(_LENGTH)
+        )
+    }
+    parameters = {FULL: rope, SLIDING: {"rope_theta": of_windows}} if family.window_rope else rope
+    return {"rope_parameters": parameters, **(original if kind in ("yarn", "longrope") else {})}
 
 
-def _rope_scaling(own: _Keys, factors: Tensor | None, head_dim: int) -> RopeScaling | None:
-    kind = own.get("rope.scaling.type")
+def _scaling(own: _Keys, tensors: Mapping[str, Tensor], theta: float, rotated: int) -> dict[str, Any]:
+    """Returns the scaling of the frequencies, with the keys of `config.json`."""
     # llama.cpp treats a factor of 0 as no scaling.
     given = (own.number(name, 0, MAX_FACTOR, 0) for name in ("rope.scaling.factor", "rope.scale_linear"))
-    factor = next(filter(None, given), 1.0)
+    factor, kind = next(filter(None, given), 1.0), own.get("rope.scaling.type")
     if kind is None:
-        kind = "none" if factor == 1 else "linear"
-    if kind not in ("none", "linear"):
+        kind = "longrope" if _LONG in tensors else "none" if factor == 1 else "linear"
+    if kind not in ("none", "linear", "yarn", "longrope") or (
+        kind == "longrope" and not {_SHORT, _LONG} <= tensors.keys()
+    ):
         raise ValueError(
-            f"RoPE scaling {shown(kind)} is not supported; supported: none, linear, that of Llama 3"
+            f"RoPE scaling {shown(kind)} is not supported; supported: none, linear, yarn, that of Llama 3, "
+            f"longrope with {_SHORT} and {_LONG}"
         )
-    if factors is not None:
+    if _ROPE_FACTORS in tensors:
         if kind != "none":
             raise ValueError(f"RoPE scaling {kind!r} together with {_ROPE_FACTORS} is not supported")
-        return _llama3(np.ravel(_values(factors)), _theta(own), head_dim)
-    return RopeScaling("linear", factor) if kind == "linear" and factor != 1 else None
+        return _llama3(np.ravel(_values(tensors[_ROPE_FACTORS])), theta, rotated)
+    names: dict[str, str] = {}
+    scaling: dict[str, Any] = {"factor": factor}
+    if kind == "longrope":
+        names = {"attn_factor": "attention_factor"}
+        lists = {"short_factor": tensors[_SHORT], "long_factor": tensors[_LONG]}
+        scaling = {key: [float(str(one)) for one in _values(tensor).ravel()] for key, tensor in lists.items()}
+    elif kind == "yarn":
+        names = {"yarn_attn_factor": "attention_factor", "yarn_log_multiplier": "mscale_all_dim"}
+        names |= {f"yarn_{name}": name for name in ("beta_fast", "beta_slow")}
+        scaling["mscale"] = 1.0
+    elif kind == "none" or factor == 1:
+        return {}
+    numbers = {key: own.number(f"rope.scaling.{name}", 0, MAX_FACTOR, 0) for name, key in names.items()}
+    return {"rope_type": kind, **scaling, **numbers}
 
 
-def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling | None:
-    """Returns the scaling whose frequencies are the unscaled ones divided by `factors`; None if all are 1."""
-    if len(factors) != head_dim // 2:
-        raise ValueError(f"{_ROPE_FACTORS} has {len(factors)} factors, expected {head_dim // 2}")
+def _llama3(factors: np.ndarray, theta: float, rotated: int) -> dict[str, Any]:
+    """Returns the scaling whose frequencies are the unscaled ones divided by `factors`; {} if all are 1."""
+    if len(factors) != rotated // 2:
+        raise ValueError(f"{_ROPE_FACTORS} has {len(factors)} factors, expected {rotated // 2}")
     wrong = ~((factors > 0) & (factors <= MAX_FACTOR))
     if wrong.any():
         raise ValueError(
@@ -197,14 +328,20 @@ def _llama3(factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling | N
         )
     factor = float(str(factors.max(initial=1.0)))
     if np.all(factors == 1):
-        return None
-    plain = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
+        return {}
+    plain = 1.0 / theta ** (np.arange(0, rotated, 2) / rotated)
     for length in _LLAMA3_LENGTHS:
         # The same formula as in `model.rope`.
         keep = length * plain / (2 * np.pi) - _LLAMA3_LOW
         keep = np.clip(keep / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
         if np.allclose(1 / factors, (1 - keep) / factor + keep, rtol=1e-4, atol=0):
-            return RopeScaling("llama3", factor, _LLAMA3_LOW, _LLAMA3_HIGH, length)
+            bounds = {"low_freq_factor": _LLAMA3_LOW, "high_freq_factor": _LLAMA3_HIGH}
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "original_max_position_embeddings": length,
+                **bounds,
+            }
     raise ValueError(f"the factors of {_ROPE_FACTORS} are not those of Llama 3, which alone are supported")
 
 
@@ -214,9 +351,9 @@ def stored_dtype(path: str | os.PathLike[str]) -> np.dtype:
     Raises:
       ValueError: as in `read_config`.
     """
-    embed = read(path).tensors.get(_WHOLE[EMBED])
+    embed = read(path).tensors.get(_EMBED)
     if embed is None:
-        raise ValueError(f"{path}: tensor {_WHOLE[EMBED]} is missing")
+        raise ValueError(f"{path}: tensor {_EMBED} is missing")
     stored: np.dtype = _DTYPES.get(embed.kind, _DTYPES["F32"])
     return stored
 
@@ -234,21 +371,24 @@ def load_params(
       ValueError: a tensor is missing, has another shape, or has no place in the model; one line.
     """
     file = read(path)
-    _check(file, config)
-    interleaved = file.metadata["general.architecture"] == _INTERLEAVED
+    layout = ARCHITECTURES[file.metadata["general.architecture"]].layout
+    _check(file, config, layout)
 
     def fetch(source: Source) -> np.ndarray:
-        return _values(file.tensors[_stored_name(source.name)])
+        values = _values(file.tensors[source.name])
+        # llama.cpp's conversion adds the offset to the weights.
+        of_norm = config.norm_offset and source.name.endswith("norm.weight")
+        return values - np.float32(config.norm_offset) if of_norm else values
 
-    return assemble(config, np.dtype(dtype), fetch, place, interleaved)
+    return assemble(config, np.dtype(dtype), fetch, place, layout)
 
 
-def _check(file: GGUFFile, config: LlamaConfig) -> None:
+def _check(file: GGUFFile, config: LlamaConfig, layout: Layout) -> None:
     """Refuses weights that do not fit `config`, before any of them is read."""
-    used = set()
-    for _, _, sources in leaves(config):
+    used = {_SHORT, _LONG} if config.rope_scaling is not None and config.rope_scaling.short_factors else set()
+    for _, _, sources in leaves(config, layout):
         for source in sources:
-            name = _stored_name(source.name)
+            name = source.name
             used.add(name)
             if name not in file.tensors:
                 raise ValueError(f"{file.path}: tensor {name} is missing, expected shape {source.shape}")
@@ -270,15 +410,6 @@ def _check(file: GGUFFile, config: LlamaConfig) -> None:
         if int(layer[1]) >= num_layers:
             surplus.append(name)
     warn_of_surplus(file.path, surplus, f"block_count is {num_layers}")
-
-
-def _stored_name(name: str) -> str:
-    """Returns llama.cpp's name of a tensor, given its name in `io.hf.layout`."""
-    if name in _WHOLE:
-        return _WHOLE[name]
-    _, _, layer, rest = name.split(".", 3)
-    part, suffix = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_LAYER_PARTS[part]}.{suffix}"
 
 
 def _values(tensor: Tensor) -> np.ndarray:

@@ -45,7 +45,7 @@ class Family:
       synonyms: other names of activations and of RoPE types.
       names: names of tensors within a layer, by leaf, if they are not Llama's.
       fused: the matrices that are stored together, `qkv` and `gate_up`.
-      interleaved: whether rotated pairs are neighbours in the rows of queries and keys, not halves.
+      interleaved: whether rotated pairs are neighbours in the rows of queries and keys, see `layout.Layout`.
       renamed: patterns of the names of tensors in older files, and their replacements.
     """
 

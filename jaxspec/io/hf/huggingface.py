@@ -39,7 +39,7 @@ from jaxspec.io.hf.config_json import (
     read_trained_for,
     unapplied_settings,
 )
-from jaxspec.io.hf.layout import EMBED, HEAD, Source, leaves
+from jaxspec.io.hf.layout import EMBED, HEAD, Layout, Source, leaves
 from jaxspec.io.hf.names import missing, plainly_named, refuse_classifier
 from jaxspec.io.tensors import Tensors
 from jaxspec.io.trained_for import TrainedFor
@@ -329,7 +329,7 @@ def assemble(
     dtype: np.dtype,
     fetch: Callable[[Source], np.ndarray],
     place: Place | Shardings | None = None,
-    interleaved: bool | None = None,
+    layout: Layout | None = None,
 ) -> Params:
     """Returns parameters assembled leaf by leaf from tensors that are fetched one at a time; see `load_params`.
 
@@ -338,9 +338,9 @@ def assemble(
       dtype: dtype of the parameters.
       fetch: returns a tensor of any dtype, with its source's shape; called in several threads.
       place: as in `load_params`.
-      interleaved: as in `layout.sources_of`.
+      layout: as in `layout.sources_of`.
     """
-    placed = place_leaves(leaves(config, interleaved), dtype, fetch, place)
+    placed = place_leaves(leaves(config, layout), dtype, fetch, place)
     params: Params = jax.tree.unflatten(_structure(config), placed)
     return params
 

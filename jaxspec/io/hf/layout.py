@@ -1,4 +1,4 @@
-"""The table of the tensors of a Hugging Face checkpoint and their places in jaxspec's parameters.
+"""The table of the tensors of a checkpoint and their places in jaxspec's parameters.
 
 jaxspec fuses matrices that are multiplied together (`model.llama`), so one leaf contains one to three tensors of a
 checkpoint. Reading and writing both use this table.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
-from jaxspec.io.hf.families import FAMILIES
+from jaxspec.io.hf.families import FAMILIES, Family
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import is_shape, param_shapes
 
@@ -39,18 +39,30 @@ class Source:
         return tensor.reshape(self.stored_split)[self.stored_index] if self.stored_split else tensor
 
 
-_PLAIN = {
-    "embed": EMBED,
-    "norm": "model.norm.weight",
-    "head": HEAD,
-    "attention/q_norm": "self_attn.q_norm.weight",
-    "attention/k_norm": "self_attn.k_norm.weight",
-    "attention/wide_q_norm": "self_attn.q_norm.weight",
-    "attention/wide_k_norm": "self_attn.k_norm.weight",
-    "attention/out": "self_attn.o_proj.weight",
-    "attention/out_bias": "self_attn.o_proj.bias",
-    "mlp/down": "mlp.down_proj.weight",
-    "mlp/down_bias": "mlp.down_proj.bias",
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The names and the order of the tensors of a checkpoint.
+
+    Attributes:
+      prefix: of the names within a layer, with `{}` for its number.
+      names: names without `.weight` and `.bias`, by leaf, or by part of a leaf.
+      interleaved: whether rotated pairs are neighbours in the rows of queries and keys, not halves.
+    """
+
+    prefix: str
+    names: Mapping[str, str]
+    interleaved: bool
+
+
+_NAMES = {
+    "embed": EMBED.removesuffix(".weight"),
+    "norm": "model.norm",
+    "head": HEAD.removesuffix(".weight"),
+    **{f"attention/{name}": f"self_attn.{name}" for name in ("q_norm", "k_norm")},
+    **{name: f"self_attn.{name}_proj" for name in ("q", "k", "v", "qkv")},
+    "attention/out": "self_attn.o_proj",
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "gate_up")},
+    "mlp/down": "mlp.down_proj",
 }
 # The norms of a layer, by their placement.
 _NORMS = {
@@ -68,46 +80,58 @@ _NORMS = {
 }
 
 
+def _family(config: LlamaConfig) -> Family:
+    return FAMILIES.get(config.model_type, FAMILIES["llama"])
+
+
+def _hugging_face(config: LlamaConfig) -> Layout:
+    family = _family(config)
+    names = {**_NAMES, **_NORMS[config.norm_placement], **family.names}
+    return Layout("model.layers.{}.", names, family.interleaved)
+
+
 def sources_of(
-    config: LlamaConfig, leaf: str, shape: tuple[int, ...], interleaved: bool | None = None
+    config: LlamaConfig, leaf: str, shape: tuple[int, ...], layout: Layout | None = None
 ) -> list[Source]:
     """Returns the tensors of a leaf such as `layers/0/attention/qkv`; k and v occur once for each copy.
 
-    `interleaved`: whether rotated pairs are neighbours in the tensors; None as in the family's Hugging Face files.
+    `layout`: of the checkpoint; None for the Hugging Face files of the model's family.
     """
-    family = FAMILIES.get(config.model_type, FAMILIES["llama"])
+    layout, in_one = layout or _hugging_face(config), _family(config).fused
     prefix, kind = "", leaf
     if leaf.startswith("layers/"):
         _, layer, kind = leaf.split("/", 2)
-        prefix = f"model.layers.{layer}."
-    if kind in (norms := {**_NORMS[config.norm_placement], **family.names}):
-        return [Source(f"{prefix}{norms[kind]}.weight", shape, shape)]
-    if kind in _PLAIN:
-        stored = (math.prod(shape),) if "wide" in kind else shape
-        return [Source(prefix + _PLAIN[kind], stored, shape)]
+        prefix = layout.prefix.format(layer)
     suffix = "bias" if kind.endswith("_bias") else "weight"
-    if kind.startswith("mlp/gate_up"):
-        if "gate_up" in family.fused:
-            return [Source(f"{prefix}mlp.gate_up_proj.{suffix}", (2 * shape[1], *shape[2:]), shape)]
+    kind = kind.removesuffix("_bias")
+
+    def named(part: str) -> str:
+        return f"{prefix}{layout.names[part]}.{suffix}"
+
+    if kind == "mlp/gate_up":
+        if "gate_up" in in_one:
+            return [Source(named("gate_up"), (2 * shape[1], *shape[2:]), shape)]
         return [
-            Source(f"{prefix}mlp.{name}_proj.{suffix}", shape[1:], shape, (slice(i, i + 1),))
-            for i, name in enumerate(("gate", "up"))
+            Source(named(name), shape[1:], shape, (slice(i, i + 1),)) for i, name in enumerate(("gate", "up"))
         ]
+    if kind != "attention/qkv":
+        stored = (math.prod(shape),) if "wide" in kind else shape
+        return [Source(named(kind.replace("wide_", "")), stored, shape)]
     group, copies, rest, hd = config.group_size, config.kv_copies, shape[2:], config.head_dim
     split, counts = (
         (config.num_kv_heads, copies, group + 2, hd, *rest),
         (config.num_heads, config.num_kv_heads),
     )
-    fused, first = "qkv" in family.fused, {"q": 0, "k": counts[0], "v": sum(counts)}
+    fused, first = "qkv" in in_one, {"q": 0, "k": counts[0], "v": sum(counts)}
 
     def part(name: str, heads: int, copy: slice, begin: int, end: int) -> list[Source]:
-        tensor = f"{prefix}self_attn.{'qkv' if fused else name}_proj.{suffix}"
+        tensor = named("qkv" if fused else name)
         total, before = (counts[0] + 2 * counts[1], first[name]) if fused else (heads, 0)
         stored, where = (total * hd, *rest), (slice(None), copy, slice(begin, end))
         if fused:
             cut = slice(before, before + heads)
             return [Source(tensor, stored, split, where, (total, hd, *rest), (cut,))]
-        if name == "v" or not (family.interleaved if interleaved is None else interleaved):
+        if name == "v" or not layout.interleaved:
             return [Source(tensor, stored, split, where)]
         # The first and second members of the rotated pairs of a head, and what is not rotated.
         turned = config.rotary_dim or hd
@@ -134,10 +158,10 @@ def sources_of(
 
 
 def leaves(
-    config: LlamaConfig, interleaved: bool | None = None
+    config: LlamaConfig, layout: Layout | None = None
 ) -> Iterator[tuple[str, tuple[int, ...], list[Source]]]:
-    """Yields the name, shape and sources of every leaf, in tree order; `interleaved` as in `sources_of`."""
+    """Yields the name, shape and sources of every leaf, in tree order; `layout` as in `sources_of`."""
     flat, _ = jax.tree.flatten_with_path(param_shapes(config), is_leaf=is_shape)
     for path, shape in flat:
         leaf = jax.tree_util.keystr(path, simple=True, separator="/")
-        yield leaf, shape, sources_of(config, leaf, shape, interleaved)
+        yield leaf, shape, sources_of(config, leaf, shape, layout)
