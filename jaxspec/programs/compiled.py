@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec import decoding, protocol
+from jaxspec import decoding
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Params
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import put, state_shardings
 from jaxspec.programs import buckets, memory
@@ -47,164 +47,67 @@ def rounds_static(config: LlamaConfig, drafter: Drafter, mesh: Mesh | None) -> d
     return {"config": config, "window": WINDOW + drafter.num_draft_tokens + 1, "mesh": mesh}
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "chunk_size", "merged", "mesh"),
-    donate_argnames="caches",
-)
-def prefill(
-    params: Weights,
-    parts: Parts,
-    request: Request,
-    caches: Caches | None = None,
-    *,
+def _program(function: Callable[..., Any], *donated: int) -> Any:
+    """Returns a function of `decoding` as a program whose positional arguments are traced, and the others static.
+
+    The configuration, the function's first argument, is one of the static ones, where it has it. So is `mesh`, over
+    which the sharding of the first result is fixed.
+
+    Args:
+      function: the function.
+      donated: the positional arguments whose buffers the program takes over.
+    """
+
+    @functools.wraps(function)
+    def program(*traced: Any, mesh: Mesh | None = None, **static: Any) -> Any:
+        config = [static.pop("config")] if "config" in static else []
+        made = function(*config, *traced, **static)
+        return (constrained(mesh, made[0]), *made[1:]) if type(made) is tuple else constrained(mesh, made)
+
+    del program.__wrapped__  # JAX would read its signature
+    return jax.jit(program, static_argnames=_STATIC, donate_argnums=donated)
+
+
+def _end_prefill(
     config: LlamaConfig,
-    chunk_size: int,
-    merged: bool,
-    mesh: Mesh | None,
-) -> tuple[DecodeState, Emitted]:
-    """See `decoding.prefill`; `caches` is donated."""
-    state, emitted = decoding.prefill(
-        config, params, parts, request, caches, chunk_size=chunk_size, merged=merged
-    )
-    return constrained(mesh, state), emitted
-
-
-@functools.partial(jax.jit, static_argnames=("config", "merged", "mesh"), donate_argnames="caches")
-def start_prefill(
-    params: Weights,
-    request: Request,
-    aux_drafter: Drafter | None,
-    caches: Caches | None = None,
-    *,
-    config: LlamaConfig,
-    merged: bool,
-    mesh: Mesh | None,
-) -> Prefilling:
-    """See `decoding.start_prefill`; `caches` is donated."""
-    fed = decoding.start_prefill(config, params, request, aux_drafter, caches, merged=merged)
-    return constrained(mesh, fed)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "mesh"), donate_argnames="fed")
-def feed(
-    params: Weights,
-    request: Request,
-    fed: Prefilling,
-    first: jax.Array,
-    stop: jax.Array,
-    aux_drafter: Drafter | None,
-    *,
-    config: LlamaConfig,
-    chunk_size: int,
-    mesh: Mesh | None,
-) -> Prefilling:
-    """See `decoding.feed`; `fed` is donated."""
-    fed = decoding.feed(config, params, request, fed, first, stop, aux_drafter, chunk_size=chunk_size)
-    return constrained(mesh, fed)
-
-
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "chunk_size", "mesh"),
-    donate_argnames=("cache", "absorbed"),
-)
-def end_prefill(
     params: Weights,
     parts: Parts,
     request: Request,
     fed: Prefilling,
     cache: KVCache,
     absorbed: Any,
-    *,
-    config: LlamaConfig,
-    chunk_size: int,
-    mesh: Mesh | None,
+    **static: Any,
 ) -> tuple[DecodeState, Emitted]:
     """See `decoding.end_prefill`; the caches of `fed` are separate arguments, so that only they are donated."""
     fed = dataclasses.replace(fed, cache=cache, absorbed=absorbed)
-    state, emitted = decoding.end_prefill(config, params, parts, request, fed, chunk_size=chunk_size)
-    return constrained(mesh, state), emitted
+    return decoding.end_prefill(config, params, parts, request, fed, **static)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "window", "mesh"), donate_argnames="state")
-def run_rounds(
-    params: Weights,
-    parts: Parts,
-    state: DecodeState,
-    max_rounds: jax.Array,
-    halt: jax.Array,
-    *,
-    config: LlamaConfig,
-    window: int,
-    mesh: Mesh | None,
-) -> tuple[DecodeState, Emitted]:
-    """See `decoding.run_rounds`; the state is donated."""
-    state, emitted = decoding.run_rounds(config, params, parts, state, max_rounds, halt, window=window)
-    return constrained(mesh, state), emitted
-
-
-@functools.partial(jax.jit, static_argnames=("config", "chunk_size", "merged"))
-def score(
-    params: Params,
-    tokens: jax.Array,
-    length: jax.Array,
-    first: jax.Array,
-    *,
-    config: LlamaConfig,
-    chunk_size: int,
-    merged: bool,
-) -> decoding.Scores:
-    """See `decoding.score`."""
-    return decoding.score(config, params, tokens, length, first, chunk_size=chunk_size, merged=merged)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "chunk_size"))
-def catch_up(
-    params: Weights, parts: Parts, state: DecodeState, *, config: LlamaConfig, chunk_size: int
-) -> protocol.State:
-    """See `decoding.catch_up`."""
-    return decoding.catch_up(config, params, parts, state, chunk_size=chunk_size)
-
-
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames="state")
-def insert(state: Rows, row: jax.Array, others: Rows, which: jax.Array, *, mesh: Mesh | None) -> Rows:
-    """See `decoding.insert`; the state is donated."""
-    return constrained(mesh, decoding.insert(state, row, others, which))
-
-
-@functools.partial(jax.jit, static_argnames=("config", "capacity", "merged", "mesh"))
-def empty_caches(
-    params: Weights,
-    drafter: Drafter,
-    length: jax.Array,
-    *,
-    config: LlamaConfig,
-    capacity: int,
-    merged: bool,
-    mesh: Mesh | None,
-) -> Caches:
-    """See `decoding.empty_caches`."""
-    return constrained(mesh, decoding.empty_caches(config, params, drafter, length, capacity, merged))
-
-
-@functools.partial(jax.jit, static_argnames=("slots", "mesh"))
-def take(caches: Caches, row: jax.Array, *, slots: int, mesh: Mesh | None) -> Caches:
-    """See `decoding.take`."""
-    return constrained(mesh, decoding.take(caches, row, slots))
-
-
-@functools.partial(jax.jit, static_argnames=("capacity", "mesh"))
-def grow(state: State, *, capacity: int, mesh: Mesh | None) -> State:
-    """See `decoding.grow`."""
-    grown: State = decoding.grow(state, capacity)
-    return constrained(mesh, grown)
-
-
-@functools.partial(jax.jit, static_argnames=("batch", "mesh"))
-def resize(state: DecodeState, *, batch: int, mesh: Mesh | None) -> DecodeState:
-    """See `decoding.resize`."""
-    return constrained(mesh, decoding.resize(state, batch))
+_STATIC = ("config", "chunk_size", "merged", "mesh", "window", "capacity", "slots", "batch")
+# params, parts, request, caches; config, chunk_size, merged, mesh
+prefill = _program(decoding.prefill, 3)
+# params, request, aux_drafter, caches; config, merged, mesh
+start_prefill = _program(decoding.start_prefill, 3)
+# params, request, fed, first, stop, aux_drafter; config, chunk_size, mesh
+feed = _program(decoding.feed, 2)
+# params, parts, request, fed, cache, absorbed; config, chunk_size, mesh
+end_prefill = _program(_end_prefill, 4, 5)
+# params, parts, state, max_rounds, halt; config, window, mesh
+run_rounds = _program(decoding.run_rounds, 2)
+# params, tokens, length, first; config, chunk_size, merged
+score = _program(decoding.score)
+# params, parts, state; config, chunk_size
+catch_up = _program(decoding.catch_up)
+# state, row, others, which; mesh
+insert = _program(decoding.insert, 0)
+# params, drafter, length; config, capacity, merged, mesh
+empty_caches = _program(decoding.empty_caches)
+# caches, row; slots, mesh
+take = _program(decoding.take)
+# state; capacity, mesh
+grow = _program(decoding.grow)
+# state; batch, mesh
+resize = _program(decoding.resize)
 
 
 @dataclasses.dataclass(frozen=True)

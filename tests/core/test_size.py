@@ -33,7 +33,7 @@ LINES = {
     "measuring": 6395,
     "methods": 1490,
     "model": 2155,
-    "programs": 1154,
+    "programs": 1063,
     "serving": 2295,
     "session": 1187,
     "testing": 664,
