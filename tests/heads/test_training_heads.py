@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -38,6 +39,7 @@ from training.heads import kinds, losses
 from training.heads import measure as drafts
 from training.heads import train as command
 from training.heads.eagle import EagleNetwork
+from training.losses import base
 from training.losses.base import Given, head_of
 from training.reports import metrics
 from training.reports.metrics import Metrics
@@ -175,6 +177,71 @@ def test_the_loss_is_the_papers(name, batch):
     assert (float(total), int(weight)) == (pytest.approx(wanted, rel=1e-4), count)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.abs(leaf).max() > 0, path
+
+
+def lost(loss: str, p: np.ndarray, q: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Returns the loss of each counted step of a row, from distributions [S, N]; `held` is q without a gradient."""
+    crossed, apart = -np.sum(p * np.log(q), axis=1), 1 - np.sum(np.minimum(p, q), axis=1)
+    chance = np.sum(np.minimum(p, held), axis=1)
+    if loss == "d-pace":
+        reached = [np.prod((chance[: step + 1] + 1) / 2) for step in range(len(p))]
+        return crossed * [sum(reached[step:]) for step in range(len(p))]
+    if loss == "lk":
+        far = np.exp(-3 * chance)
+        return far * np.sum(p * np.log(p / q), axis=1) + (1 - far) * apart
+    return crossed if loss == "ce" else 0.9 * apart + 0.1 * crossed
+
+
+@pytest.mark.parametrize("loss", typing.get_args(losses.LossName))
+def test_a_loss_and_its_gradient_are_those_of_differences(batch, loss, monkeypatch):
+    network, steps, target = network_of("eagle3")[0], 3, tiny.params(TARGET)
+
+    @dataclasses.dataclass(frozen=True)
+    class Sham(EagleNetwork):
+        """Its parameters are the logits of each step."""
+
+        def outputs(self, params, embedding, batch, aux_hidden_states, steps):
+            return params["logits"]
+
+        def logits(self, own, target, output):
+            return output
+
+    logits = np.random.default_rng(0).standard_normal((steps, *batch["tokens"].shape, SIZE))
+    head = losses.head_loss(Sham(network.head, TARGET), steps, losses.Weights(decay=0.8, loss=loss))
+    seen = losses.look(TARGET, target, batch, (TARGET.num_layers,))
+    wanted = distribution_of(np.asarray(llama.logits(TARGET, head_of(target), seen.stream)))
+    shares = np.ones(steps) if loss == "d-pace" else 0.8 ** np.arange(steps)
+
+    def slow(logits: np.ndarray, row: int, at: int, ends: int) -> float:
+        """Returns the loss of the row that predicts from token `at` on, in a document up to `ends`."""
+        told = at + 2 + np.arange(steps)
+        counted = [step for step in range(steps) if told[step] < ends and batch["learn"][row, told[step]]]
+        if not counted:
+            return 0.0
+        p = wanted[row, [told[step] - 1 for step in counted]]
+        found = lost(loss, p, *(distribution_of(one[counted, row, at]) for one in (logits, held)))
+        return float(np.sum(found * shares[counted]) / shares.sum())
+
+    held, total, expected = logits, 0.0, np.zeros_like(logits)
+    for row, first, tokens in documents_of(batch):
+        for at in range(first, first + len(tokens)):
+            total += slow(logits, row, at, first + len(tokens))
+            for step, token in itertools.product(range(steps), range(SIZE)):
+                sides = []
+                for way in (1e-5, -1e-5):
+                    moved = logits.copy()
+                    moved[step, row, at, token] += way
+                    sides.append(slow(moved, row, at, first + len(tokens)))
+                expected[step, row, at, token] = (sides[0] - sides[1]) / 2e-5
+    for whole in (True, False):  # in one piece, and in several
+        if not whole:
+            monkeypatch.setattr(base, "_MAX_LOGITS", batch["tokens"].shape[1] * SIZE // 2)
+        given = Given(jnp.int32(0), jax.random.key(0), target)
+        params = {"logits": list(jnp.float32(logits))}
+        (value, _), gradient = jax.value_and_grad(head, has_aux=True)(params, batch, given)
+        assert float(value) == pytest.approx(total, rel=1e-5)
+        np.testing.assert_allclose(np.stack(gradient["logits"]), expected, atol=1e-5)
+    assert np.abs(expected).max() > 0.01
 
 
 @pytest.mark.full

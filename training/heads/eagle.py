@@ -167,17 +167,18 @@ def _drawn(
 
 
 def _eagle_loss(network: EagleNetwork, options: HeadOptions, part: np.ndarray | None) -> Loss:
-    """Smooth L1 of the hidden states and the cross-entropy with the target's distribution, weighted (EAGLE-1)."""
-    weights = Weights(options.token_weight, options.feature_weight, options.step_decay)
+    """Smooth L1 of the hidden states and the loss of the target's distribution, weighted (EAGLE-1)."""
+    weights = Weights(options.token_weight, options.feature_weight, options.step_decay, loss=options.loss)
     return head_loss(network, options.test_steps or 1, weights, part)
 
 
 def _eagle3_loss(network: EagleNetwork, options: HeadOptions, part: np.ndarray | None) -> Loss:
-    """The cross-entropy with the target's distribution at each step of training-time test (EAGLE-3)."""
-    return head_loss(network, options.test_steps or 7, Weights(decay=options.step_decay), part)
+    """The loss of the target's distribution at each step of training-time test (EAGLE-3)."""
+    weights = Weights(decay=options.step_decay, loss=options.loss)
+    return head_loss(network, options.test_steps or 7, weights, part)
 
 
-_OPTIONS = ("intermediate_size", "test_steps", "step_decay")
+_OPTIONS = ("intermediate_size", "test_steps", "step_decay", "loss")
 _OF_EAGLE3 = ("aux_layers", "draft_vocab", "draft_vocab_size", "fc_norm", "norm_output")
 KINDS = {
     "eagle": Kind(_init_eagle, _eagle_loss, (*_OPTIONS, "feature_weight", "token_weight")),

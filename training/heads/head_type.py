@@ -16,7 +16,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantisation import Quantised
-from training.heads.losses import Network
+from training.heads.losses import LossName, Network
 from training.loop import state_sharding
 from training.losses.base import Loss
 
@@ -42,7 +42,10 @@ class HeadOptions:
       step_decay: the weight of step s, or of the head that drafts token s, is the s-th power of this number.
       feature_weight: EAGLE-1's weight of the distance from the target's next hidden state (w_reg in the S2D
         paper, Table 3).
-      token_weight: EAGLE-1's weight of the cross-entropy with the target's distribution (w_cls).
+      token_weight: EAGLE-1's weight of the loss of the distribution (w_cls).
+      loss: of the target's distribution, for heads that learn it. ce: the cross-entropy. tv-ce: 0.9 × the total
+        variation + 0.1 × ce (DSpark). lk: ce at first, the total variation as the acceptance grows (LK, hybrid).
+        d-pace: ce, weighted by the expected length of the accepted draft in place of `step_decay` (D-PACE).
       num_heads: the number of Medusa's or Hydra's heads, each of which drafts one token: 5 and 4.
       shared_head: Medusa's heads read the target's output head, as its authors' last trainer makes them, instead of a
         matrix each. They are far smaller if the vocabulary is large.
@@ -65,6 +68,7 @@ class HeadOptions:
     step_decay: float = 0.8
     feature_weight: float = 1.0
     token_weight: float = 0.1
+    loss: LossName = "ce"
     num_heads: int | None = None
     shared_head: bool = False
     fc_norm: bool = False

@@ -86,9 +86,8 @@ def _init_kangaroo(
 
 
 def _kangaroo_loss(network: KangarooNetwork, options: HeadOptions, part: np.ndarray | None) -> Loss:
-    """The cross-entropy with the target's distribution of the next token (Kangaroo)."""
-    del options
-    return head_loss(network, 1, Weights(), part)
+    """The loss of the target's distribution of the next token (Kangaroo)."""
+    return head_loss(network, 1, Weights(loss=options.loss), part)
 
 
-KINDS = {"kangaroo": Kind(_init_kangaroo, _kangaroo_loss, ("exit_layer",))}
+KINDS = {"kangaroo": Kind(_init_kangaroo, _kangaroo_loss, ("exit_layer", "loss"))}

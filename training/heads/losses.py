@@ -8,7 +8,8 @@ goes on from its own output, as it drafts; the tokens are the text's.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,21 @@ from training.losses.base import (
     next_token_targets,
     num_targets,
     pieces,
-    soft_cross_entropy,
     split,
 )
+
+# How a head learns the target's distribution p, with its own distribution q of a token. With α = Σ min(p, q), the
+# probability that the token is accepted, and −Σ p · log q as cross-entropy, the loss of a token is
+#
+#   ce        the cross-entropy
+#   tv-ce     0.9 · (1 − α) + 0.1 · cross-entropy, where 1 − α is the total variation of p and q (DSpark, arXiv
+#             2607.05147, as in the option {"tv": 0.9, "ce": 0.1} of speculators)
+#   lk        λ · KL(p ‖ q) + (1 − λ) · (1 − α) with λ = exp(−3 · α), the hybrid objective (LK, arXiv 2602.23881)
+#   d-pace    w · cross-entropy, where token s of a draft of S has the weight w_s = Σ_{m ≥ s} Π_{i ≤ m} (α_i + 1) ÷ 2
+#             (D-PACE, arXiv 2605.18810, smoothing 0.5). There α is q of the text's token: Σ min(p, q) if p is certain.
+#
+# λ and w have no gradient.
+LossName = Literal["ce", "tv-ce", "lk", "d-pace"]
 
 
 class Network(Protocol):
@@ -145,17 +158,66 @@ class Weights:
     """What of a head's loss counts how much.
 
     Attributes:
-      distribution: of the cross-entropy with the target's distribution.
+      distribution: of the distance from the target's distribution, which `loss` names.
       aux_hidden_state: of the smooth L1 distance of an output from the target's own auxiliary hidden state; 0 for
         outputs that are none.
-      decay: step s counts decay^s.
+      decay: step s counts decay^s; not used with d-pace, whose weights take its place.
       text: of the cross-entropy with the text's own tokens.
+      loss: the distance from the target's distribution.
     """
 
     distribution: float = 1.0
     aux_hidden_state: float = 0.0
     decay: float = 1.0
     text: float = 0.0
+    loss: LossName = "ce"
+
+
+def accepted(wanted: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns Σ min(softmax(wanted), softmax(logits)), the probability that a draft token is accepted.
+
+    Args:
+      wanted: float32[B, T, N], the target's logits.
+      logits: float32[B, T, N], for the same tokens.
+
+    Returns:
+      float32[B, T].
+
+    Examples:
+      >>> logits = jnp.log(jnp.array([[[0.2, 0.8], [0.5, 0.5]]]))
+      >>> accepted(logits[:, :1], logits[:, 1:]).round(4).tolist()  # 0.2 + 0.5
+      [[0.699999988079071]]
+    """
+    return jnp.sum(jnp.minimum(jax.nn.softmax(wanted), jax.nn.softmax(logits)), axis=-1)
+
+
+def distance(loss: LossName, wanted: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns the loss of each token, float32[B, T], before the weights of D-PACE; arguments as in `accepted`."""
+    p, log_q = jax.nn.softmax(wanted), jax.nn.log_softmax(logits)
+    crossed = -jnp.sum(p * log_q, axis=-1)
+    if loss in ("ce", "d-pace"):
+        return crossed
+    chance = accepted(wanted, logits)
+    if loss == "tv-ce":
+        return 0.9 * (1 - chance) + 0.1 * crossed
+    far = jax.lax.stop_gradient(jnp.exp(-3 * chance))
+    divergence = crossed + jnp.sum(p * jax.nn.log_softmax(wanted), axis=-1)
+    return far * divergence + (1 - far) * (1 - chance)
+
+
+def pace(chances: jax.Array, masks: jax.Array) -> jax.Array:
+    """Returns the weights of D-PACE for the steps of each row, float32[S, B, T].
+
+    Args:
+      chances: float32[S, B, T], the probability that the token of a step is accepted.
+      masks: bool[S, B, T], the tokens that count. Others have weight 0 and do not end a draft.
+
+    Examples:
+      >>> pace(jnp.array([1.0, 0.0, 1.0]).reshape(3, 1, 1), jnp.ones((3, 1, 1), bool)).ravel().tolist()
+      [2.0, 1.0, 0.5]
+    """
+    reached = jnp.cumprod(jnp.where(masks, (chances + 1) / 2, 1.0), axis=0)
+    return jnp.where(masks, jnp.cumsum(jnp.where(masks, reached, 0.0)[::-1], axis=0)[::-1], 0.0)
 
 
 def head_loss(
@@ -165,7 +227,7 @@ def head_loss(
     part: np.ndarray | None = None,
     num_rows: int | None = None,
 ) -> Loss:
-    """Makes the loss of a head, in nats per token: the mean over the steps, each weighted.
+    """Makes the loss of a head per token, in nats for `ce`: the mean over the steps, each weighted.
 
     A position counts where the target's own choice is one that the head has (EAGLE-3, section 3.2 and its code).
 
@@ -177,7 +239,7 @@ def head_loss(
       num_rows: the number of random rows of each window that predict, for networks that read `batch["rows"]`; None for
         all rows.
     """
-    shares = weights.decay ** np.arange(steps)
+    shares = (1.0 if weights.loss == "d-pace" else weights.decay) ** np.arange(steps)
     shares = shares / shares.sum()
 
     def loss(params: Params, batch: Batch, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -195,30 +257,52 @@ def head_loss(
             logits = llama.logits(network.target, theirs, stream)
             return logits if part is None else logits[..., jnp.asarray(part)]
 
-        def told(
-            own: Params, output: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array], theirs: Params
-        ) -> jax.Array:
-            source, tokens, mask = rows
-            logits, loss = network.logits(own, theirs, output), jnp.float32(0)
+        # In one piece, the steps share the target's logits; else each piece computes them.
+        shared = count == 1 and num_rows is None
+        source = wanted_of(theirs, seen.stream) if shared else seen.stream
+        known = inside(part, seen.best)
+
+        def rows_of(step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+            mask = predicted(batch, step) & ahead(known, 1 + step)
+            wanted, tokens = ahead(source, 1 + step), ahead(batch["tokens"], 2 + step)
+            return at_rows(batch, wanted), at_rows(batch, tokens), at_rows(batch, mask)
+
+        def logits_of(
+            own: Params, output: jax.Array, source: jax.Array, theirs: Params
+        ) -> tuple[jax.Array, jax.Array]:
+            wanted = source if shared else wanted_of(theirs, source)
+            return wanted, network.logits(own, theirs, output)
+
+        def told(own: Params, output: jax.Array, rows: tuple[Any, ...], theirs: Params) -> jax.Array:
+            source, tokens, mask, weight = rows
+            (wanted, logits), loss = logits_of(own, output, source, theirs), jnp.float32(0)
             if weights.distribution:
-                wanted = source if shared else wanted_of(theirs, source)
-                loss += weights.distribution * soft_cross_entropy(wanted, logits, mask)
+                lost = distance(weights.loss, wanted, logits)
+                lost = lost if weight is None else weight * lost
+                loss += weights.distribution * jnp.sum(jnp.where(mask, lost, 0.0))
             if weights.text:
                 loss += weights.text * cross_entropy(logits, *among(part, tokens, mask))
             return loss
 
-        # In one piece, the steps share the target's logits; else each piece computes them.
-        shared = count == 1 and num_rows is None
-        source = wanted_of(theirs, seen.stream) if shared else seen.stream
-        total, known = jnp.float32(0), inside(part, seen.best)
+        def chance(step: int, output: jax.Array) -> jax.Array:
+            def of_piece(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+                return accepted(*logits_of(network.reading(params, step), *rows, theirs))
+
+            rows = output, rows_of(step)[0]
+            return joined(jax.lax.map(of_piece, split(rows, count))) if count > 1 else of_piece(rows)
+
+        paces: Sequence[jax.Array | None] = [None] * len(outputs)
+        if weights.loss == "d-pace":
+            chances = jnp.stack([chance(step, output) for step, output in enumerate(outputs)])
+            masks = jnp.stack([rows_of(step)[2] for step in range(len(outputs))])
+            paces = list(jax.lax.stop_gradient(pace(chances, masks)))
+        total = jnp.float32(0)
         for step, output in enumerate(outputs):
-            mask = at_rows(batch, predicted(batch, step) & ahead(known, 1 + step))
-            wanted, tokens = ahead(source, 1 + step), ahead(batch["tokens"], 2 + step)
-            rows = at_rows(batch, wanted), at_rows(batch, tokens), mask
+            rows = *rows_of(step), paces[step]
             said = early_gradient(told, count, network.reading(params, step), output, rows, theirs)
             total += float(shares[step]) * said
             if weights.aux_hidden_state:
-                far = smooth_l1(output, at_rows(batch, ahead(seen.aux_hidden_states, 1 + step)), mask)
+                far = smooth_l1(output, at_rows(batch, ahead(seen.aux_hidden_states, 1 + step)), rows[2])
                 total += float(shares[step]) * weights.aux_hidden_state * far
         return total, num_targets(at_rows(batch, predicted(batch, 0) & ahead(known, 1)))
 

@@ -229,7 +229,11 @@ def _run_loop(
         "job": "training.heads",
         # The flags are part of it, so that the identity of a run without them stays as it was.
         "kind": " ".join(
-            [options.kind, *(name for name in ("fc_norm", "norm_output") if getattr(options.head, name))]
+            [
+                options.kind,
+                *(name for name in ("fc_norm", "norm_output") if getattr(options.head, name)),
+                *([options.head.loss] if options.head.loss != HeadOptions().loss else []),
+            ]
         ),
         "target": target.fingerprint,
         "taps": [str(layer) for layer in network.aux_layers],
@@ -305,7 +309,7 @@ def _export(options: Options, trained: Trained, held_out: Kinds, console: Consol
         step,
         measured,
         decoded,
-        options.made.unit,
+        options.made.unit if options.head.loss == HeadOptions().loss else f"per token ({options.head.loss})",
     )
     files.write_atomic(options.output / "README.md", text)
     if decoded:

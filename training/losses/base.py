@@ -126,23 +126,6 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> jax
     return jnp.sum(jnp.where(mask, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
 
 
-def soft_cross_entropy(wanted: jax.Array, logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns the sum over the masked positions of −Σ softmax(wanted) · log softmax(logits), in nats, float32[].
-
-    Args:
-      wanted: float32[B, T, N], the target's logits.
-      logits: float32[B, T, N], for the same tokens.
-      mask: bool[B, T]; positions with False are left out.
-
-    Examples:
-      >>> even = jnp.zeros((1, 1, 4))
-      >>> round(float(soft_cross_entropy(even, even, jnp.ones((1, 1), bool))), 3)
-      1.386
-    """
-    crossed = jnp.sum(jax.nn.softmax(wanted, axis=-1) * jax.nn.log_softmax(logits, axis=-1), axis=-1)
-    return -jnp.sum(jnp.where(mask, crossed, 0.0))
-
-
 def divergence(
     wanted: jax.Array, logits: jax.Array, mask: jax.Array, part: np.ndarray | None = None
 ) -> jax.Array:
