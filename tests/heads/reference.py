@@ -77,6 +77,10 @@ def draft_logits(
     known = list(true)
     if eagle3:
         known = [own["fc.weight"] @ _before_fc(content, own, one, eps) for one in known]
+    masked = None  # of P-EAGLE, which draws every token from masks instead of the draft tokens before it
+    if "mask_hidden" in own:
+        masked = own["fc.weight"] @ _before_fc(content, own, own["mask_hidden"].ravel(), eps)
+        drafts = [content["mask_token_id"]] * len(drafts)
     rows = []
     for count in range(len(drafts) + 1):
         text = [*tokens, *drafts[:count]]
@@ -84,7 +88,8 @@ def draft_logits(
         hidden = _layers(content, own, embedded, np.stack(known), eagle3)
         normed = _norm(hidden, own["norm.weight"], eps) if eagle3 else hidden
         rows.append(head @ normed[-1])
-        known.append(normed[-1] if content.get("norm_output") else hidden[-1])
+        fed_back = normed[-1] if content.get("norm_output") else hidden[-1]
+        known.append(fed_back if masked is None else masked)
     found = np.stack(rows)
     if "d2t" not in own:
         return found

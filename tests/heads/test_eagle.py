@@ -125,6 +125,77 @@ def qkv_bias() -> Files:
     return {**content, "qkv_bias": True}, tensors | biases
 
 
+def redhat() -> Files:
+    """Returns a head like RedHatAI/*-speculator.eagle3 for Llama and Qwen3: a Llama layer and no auxiliary layers."""
+    _, tensors = eagle3("layers.0")
+    tensors |= {"embed_tokens.weight": np.array(tiny.params(TARGET)["embed"])}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": len(SOME),
+        "has_no_defaults_at_init": False,
+        "norm_before_residual": True,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
+        },
+        "speculators_model_type": "eagle3",
+        "target_hidden_size": None,
+        "transformer_layer_config": {**LLAMA, "head_dim": 4, "hidden_act": "silu", "rope_theta": 1000000.0},
+    }, tensors
+
+
+def angelslim() -> Files:
+    """Returns a head like AngelSlim/Qwen3-*_eagle3 and Tengyunw/qwen3_8b_eagle3: a Llama layer with keys of a Qwen3."""
+    content, tensors = eagle3()
+    of_qwen3 = {"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False}
+    return content | of_qwen3 | {"rope_scaling": None, "rope_theta": 1000000.0}, tensors
+
+
+def deepspec() -> Files:
+    """Returns a head like deepseek-ai/eagle3_qwen3_*_ttt7: a Qwen3 layer over the whole vocabulary."""
+    content, tensors = qwen3()
+    rng = np.random.default_rng(8)
+    del tensors["d2t"], tensors["t2d"], content["draft_vocab_size"]
+    shape = TARGET.vocab_size, WIDTH
+    tensors |= {f"{name}.weight": matrix(rng, shape) for name in ("embed_tokens", "lm_head")}
+    tensors |= {"fc.weight": matrix(rng, (WIDTH, 2 * WIDTH))}
+    return content | {
+        "architectures": ["Qwen3Eagle3Model"],
+        "attention_bias": False,
+        "draft_num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "num_target_layers": TARGET.num_layers,
+        "step_loss_decay": 0.8,
+        "target_layer_ids": [0, 2],
+        "target_model_name_or_path": "Qwen/Qwen3-8B",
+        "tie_word_embeddings": False,
+        "ttt_length": 7,
+    }, tensors
+
+
+def peagle() -> Files:
+    """Returns a head like RedHatAI/Qwen3-8B-speculator.peagle: two layers, an embedding and a mask of its own."""
+    content, tensors = redhat()
+    rng = np.random.default_rng(9)
+    tensors |= layer(rng, "layers.1", WIDTH) | {"layers.1.input_layernorm.weight": norm(rng, WIDTH)}
+    tensors |= {"embed_tokens.weight": matrix(rng, (TARGET.vocab_size, WIDTH))}
+    tensors |= {"mask_hidden": rng.standard_normal((1, 1, 3 * WIDTH)).astype(np.float32)}
+    inner = content["transformer_layer_config"] | {"num_hidden_layers": 2}
+    return content | {
+        "architectures": ["PEagleSpeculator"],
+        "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
+        "embed_requires_grad": True,
+        "mask_token_id": 12,
+        "norm_before_fc": False,
+        "norm_before_residual": False,
+        "speculators_model_type": "peagle",
+        "transformer_layer_config": inner,
+    }, tensors
+
+
 def linear(**changes: Any) -> Files:
     """Returns a head whose config has linear scaling and a base, which the authors' code ignores."""
     content, tensors = eagle3()
@@ -142,7 +213,13 @@ LAYOUTS = {
     "vllm": vllm,
     "qwen3": qwen3,
     "qkv_bias": qkv_bias,
+    "redhat": redhat,
+    "angelslim": angelslim,
+    "deepspec": deepspec,
+    "peagle": peagle,
 }
+# The auxiliary layers of a layout, if they are not `AUX_LAYERS`.
+OTHER_LAYERS: dict[str, tuple[Any, ...]] = {"eagle": ("final",), "qkv_bias": ("final",), "deepspec": (1, 3)}
 
 
 def plain(layout: str) -> Files:
@@ -180,11 +257,10 @@ def said(tmp_path_factory):
     return ask
 
 
-@pytest.mark.representatives("eagle", "vllm")
+@pytest.mark.representatives("eagle", "vllm", "deepspec", "peagle")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_those_of_the_slow_reference(said, layout):
-    aux_layers = ("final",) if layout in ("eagle", "qkv_bias") else AUX_LAYERS
-    assert furthest(said(layout), plain(layout), aux_layers) < 2e-5
+    assert furthest(said(layout), plain(layout), OTHER_LAYERS.get(layout, AUX_LAYERS)) < 2e-5
 
 
 def read_as(layout: str, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> Files:
@@ -215,6 +291,23 @@ WRONG = {
     ),
     "no norm of each auxiliary layer": ("vllm", read_as("vllm", fc_norm=False), AUX_LAYERS),
     "no biases": ("qkv_bias", plain("eagle"), ("final",)),
+    "auxiliary layers of DeepSpec that are entered": ("deepspec", plain("deepspec"), (0, 2)),
+    "another mask token": ("peagle", read_as("peagle", mask_token_id=0), AUX_LAYERS),
+    "another hidden state of masks": (
+        "peagle",
+        read_as("peagle", {"mask_hidden": np.zeros((1, 1, 3 * WIDTH))}),
+        AUX_LAYERS,
+    ),
+    "an embedding of the target's": (
+        "peagle",
+        read_as("peagle", {"embed_tokens.weight": np.array(tiny.params(TARGET)["embed"])}),
+        AUX_LAYERS,
+    ),
+    "an output fed back in place of a mask": (
+        "peagle",
+        with_tensors(plain("peagle"), mask_hidden=None),
+        AUX_LAYERS,
+    ),
     "the stream before the final norm": ("eagle", plain("eagle"), (TARGET.num_layers - 1,)),
 }
 
@@ -385,6 +478,9 @@ BAD = {
     ),
     "expected a list of layers": with_config(eagle3(), eagle_aux_hidden_state_layer_ids=7),
     "both set": with_config(speculators(), fc_norm=True),
+    "mask_hidden has no place .*; is mask_token_id missing": with_config(peagle(), mask_token_id=None),
+    "tensor mask_hidden is missing": with_tensors(peagle(), mask_hidden=None),
+    "mask_token_id is 13; expected a whole number from 0 to 12": with_config(peagle(), mask_token_id=13),
     "model_type 'gemma' is not supported": with_config(eagle3(), model_type="gemma"),
     "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
     "; the known types are dflash, eagle3, eagle, kangaroo, hydra, medusa": (

@@ -1,4 +1,4 @@
-"""Drafts a chain or a tree with an EAGLE head: EAGLE-1 and -2 (Li et al. 2024) and EAGLE-3 (Li et al. 2025)."""
+"""Drafts a chain or a tree with an EAGLE head: EAGLE-1 and -2 (Li et al. 2024), EAGLE-3 (Li et al. 2025), P-EAGLE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import AuxTree, latest, own_cache
+from jaxspec.drafting.aux_drafter import AuxTree, ParallelChain, latest, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.eagle import network
@@ -37,13 +37,13 @@ class Absorbed(NamedTuple):
 
 
 @struct.dataclass
-class Eagle(AuxTree):
+class Eagle(ParallelChain, AuxTree):
     """Drafts with a head that predicts the target's auxiliary hidden states, and from each of them the next token.
 
     For committed tokens the head's cache holds pairs of the target's own auxiliary hidden states: verification computes
     those of accepted tokens, and they overwrite the pairs of predicted auxiliary hidden states. The last true pair
     gives the first draft token, so a draft of K tokens takes K − 1 passes of the head, and one over the tokens of the
-    round before.
+    round before. With a head of P-EAGLE one pass over K − 1 pairs of masks takes their place.
 
     `params.drafter` are the head's parameters.
 
@@ -96,6 +96,13 @@ class Eagle(AuxTree):
         if self.tree is not None:
             proposal, cache = self._draft_tree(keys, params, state.own, view, distribution)
             return proposal, state._replace(own=Absorbed(cache, state.own.hidden)), view.cache
+        if self.head.mask_id is not None:
+            own = self._run_masks(params, view.start, state.own)
+            logits = network.logits(self.head, params.drafter, self.config, params.target, own.hidden)
+            proposal, state = self.draft_said(
+                logits, own.hidden, keys, state, view, distribution, params.drafter
+            )
+            return proposal, state._replace(own=Absorbed(own.cache, state.own.hidden)), view.cache
         step = functools.partial(self._step, params, view.start)
         proposal, drafted, state = self.draft(
             step, state.own, keys, state, view, distribution, params.drafter
@@ -122,6 +129,17 @@ class Eagle(AuxTree):
             cache,
             tree,
         )
+
+    def _run_masks(self, params: Weights, start: jax.Array, own: Absorbed) -> Absorbed:
+        """Runs K − 1 pairs of masks after the last true pair; their hidden states, with that pair's, are [B, K, D]."""
+        hidden, count = own.hidden[:, None], self.num_draft_tokens - 1
+        if not count:
+            return Absorbed(own.cache, hidden)
+        masks = jnp.full((len(hidden), count), self.head.mask_id, jnp.int32)
+        fused = network.fuse(self.head, params.drafter, params.drafter["mask_hidden"])
+        fused = jnp.broadcast_to(fused, (*masks.shape, *fused.shape)).astype(hidden.dtype)
+        new, cache = self._run(params, masks, fused, start, own.cache)
+        return Absorbed(cache, jnp.concatenate([hidden, new], axis=1))
 
     def _draft_tree(
         self, keys: jax.Array, params: Weights, own: Absorbed, view: View, distribution: Distribution

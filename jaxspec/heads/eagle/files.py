@@ -3,7 +3,8 @@
     yuhuili EAGLE      fc.*, layers.0.*; a Llama config of one layer                       often only `.bin`
     yuhuili EAGLE-3    fc, midlayer.*, norm, lm_head, d2t, t2d; `draft_vocab_size`         also SpecForge's, AngelSlim's
     speculators        as EAGLE-3 with layers.0.* for midlayer.*; EAGLE-1 with fusion_fc.* and transformer.*; the Llama
-                       config is `transformer_layer_config`
+                       config is `transformer_layer_config`; P-EAGLE also has `mask_hidden` and `mask_token_id`
+    DeepSpec           as EAGLE-3 with layers.0.* of a Qwen3; `target_layer_ids`
     vLLM               either, all names perhaps behind `model.`; a Llama config perhaps under `model`
 
 A head's RoPE, widths and ε come from its own config, not from the target's. Absent keys have the defaults of
@@ -36,13 +37,15 @@ from jaxspec.host.messages import shown
 from jaxspec.io.hf.config_json import config_json, errors_of
 from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.hf.layout import Source
-from jaxspec.io.hf.values import flag, section, whole_or
+from jaxspec.io.hf.values import flag, section, whole, whole_or
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import FINAL
 
 # The key of a config that lists the auxiliary layers.
 AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# The keys of a config that name the mask token of P-EAGLE: of speculators, and of vLLM.
+_MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")
 _Q = "layers.0.self_attn.q_proj.weight"
 _ARCHITECTURES = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
 # What EAGLE-3 calls its layer, and speculators the parts of EAGLE-1.
@@ -50,7 +53,11 @@ _PREFIXES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc."
 # What an option of the config says is normed before fc.
 _FEATURE_NORMS: Mapping[str, Literal["together", "each"]] = {"norm_before_fc": "together", "fc_norm": "each"}
 # A tensor that only an option of the config gives a place.
-_OPTIONS = {"input_norm.weight": "norm_before_fc", "fc_norm.0.weight": "fc_norm"}
+_OPTIONS = {
+    "input_norm.weight": "norm_before_fc",
+    "fc_norm.0.weight": "fc_norm",
+    "mask_hidden": "mask_token_id",
+}
 
 
 def recognises(names: Collection[str]) -> bool:
@@ -63,6 +70,8 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
     # t2d only repeats what d2t says.
     refuse_left_out(directory, (name for name in found.left_out if _plain(name) != "t2d"), found)
     tensors = renamed(directory, found, _plain)
+    if "mask_hidden" in tensors:
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(-1)
     kind: Literal["eagle", "eagle3"] = "eagle3" if "layers.0.hidden_norm.weight" in tensors else "eagle"
     with errors_of(directory / "config.json"):
         config = _config(directory, kind, content, tensors, target)
@@ -134,6 +143,7 @@ def _config(
     if len(norms) > 1:
         raise ValueError("norm_before_fc and fc_norm are both set; expected one of them at most")
     head_size = whole_or(target.vocab_size, values, "draft_vocab_size", most=target.vocab_size)
+    mask = next((name for name in _MASK_IDS if values.get(name) is not None), None)
     return EagleConfig(
         block,
         _aux_layers(content, nested, target.num_layers),
@@ -145,6 +155,7 @@ def _config(
         aux_norm=norms[0] if norms else "none",
         residual_is_normed=flag(values, "norm_before_residual"),
         output_is_normed=flag(values, "norm_output"),
+        mask_id=None if mask is None else whole(values, mask, 0, target.vocab_size - 1),
     )
 
 
@@ -152,10 +163,11 @@ def _aux_layers(content: Mapping[str, Any], nested: Mapping[str, Any], num_layer
     """Returns the auxiliary layers of a head, as the layers whose inputs it reads.
 
     vLLM and speculators list these. SpecForge, SGLang and NVIDIA list, in `eagle_config`, the layers whose outputs are
-    read, which are one less. A list that begins with 1 is of this second form too: its default is 1, L÷2 − 1, L − 4.
+    read, which are one less, and DeepSpec in `target_layer_ids`. A list that begins with 1 is of this second form too:
+    its default is 1, L÷2 − 1, L − 4.
     """
     own = section(content, "jaxspec").get("taps")
-    ids = own or content.get(AUX_LAYER_IDS) or nested.get(AUX_LAYER_IDS)
+    ids = own or content.get(AUX_LAYER_IDS) or nested.get(AUX_LAYER_IDS) or content.get("target_layer_ids")
     leaves = not own and (not content.get(AUX_LAYER_IDS) or (isinstance(ids, list) and ids[:1] == [1]))
     if not ids:
         aux_layers: tuple[Any, ...] = usual_aux_layers(num_layers)
@@ -173,6 +185,7 @@ def entries(config: EagleConfig) -> Iterator[Entry]:
     own = {
         "fc": "fc.weight",
         "fc_bias": "fc.bias",
+        "mask_hidden": "mask_hidden",
         "layers/0/attention/embed_norm": "layers.0.input_layernorm.weight",
         "layers/0/attention/norm": "layers.0.hidden_norm.weight",
     }

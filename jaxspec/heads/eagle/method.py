@@ -9,6 +9,7 @@ from jaxspec.heads.tree_method import TreeHeadMethod
 from jaxspec.methods.resources import LoadedModel
 
 if TYPE_CHECKING:
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 
@@ -31,12 +32,21 @@ class Eagle(TreeHeadMethod):
         """Makes the drafter of a head of EAGLE."""
         from jaxspec.heads.eagle.drafter import Eagle as Drafting
 
+        if head.mask_id is not None and self.tree is not None:
+            raise ValueError("a head of P-EAGLE drafts chains only; leave tree out")
         return Drafting(target.config, head, *self.stopping())
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the cost of a pass for each token, or of one for the draft of a head of P-EAGLE."""
+        cost = super().cost(target, drafter, params)
+        return dataclasses.replace(cost, once="mask_hidden" in params)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3(Eagle):
-    """A head reads three of the model's layers and predicts what follows (EAGLE-3, Li et al. 2025).
+    """A head reads some of the model's layers and predicts what follows (EAGLE-3, Li et al. 2025).
+
+    A head of P-EAGLE is one too, and drafts all tokens in one pass.
 
     Examples:
       >>> Eagle3(draft="yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", num_draft_tokens=7)

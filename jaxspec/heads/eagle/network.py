@@ -2,8 +2,10 @@
 
 EAGLE-1 (Li et al. 2024, arXiv 2401.15077) predicts the input of the target's head: fc of (embedding, auxiliary hidden
 state), a Llama layer without an input norm, then the target's own head. EAGLE-3 (Li et al. 2025, arXiv 2503.01840)
-reads the residual streams of three of the target's layers, takes its own output for tokens that the target has not run,
-and has a head of its own, often over a part of the vocabulary.
+reads the residual streams of some of the target's layers, takes its own output for tokens that the target has not run,
+and has a head of its own, often over a part of the vocabulary. P-EAGLE (arXiv 2602.01469) is an EAGLE-3 head that takes
+a mask token and a learned auxiliary hidden state for tokens that the target has not run, so that one pass predicts a
+whole draft.
 
 A *pair* t is the auxiliary hidden state of token t and the embedding of token t + 1. It has position t and slot t, and
 its output predicts token t + 2. Parameters, beside those of a layer in `llama.param_shapes`:
@@ -11,6 +13,8 @@ its output predicts token t + 2. Parameters, beside those of a layer in `llama.p
     eagle    fc [D, 2·D]     fc_bias [D], optional                                 layers[0].attention without norm
     eagle3   fc [D, n·D']    layers[0].attention  norm, embed_norm [D]  qkv [KV, (G+2)·hd, 2·D]
              norm [D]        head [V', D]      fc_norms[·].norm: n of [D'] or one of [n·D'], optional
+
+             mask_hidden [n·D'], of P-EAGLE
 
 with D' the width of the target and V' the number of draft tokens. Without `embed` [V, D] the head uses the target's
 embedding, and without `head` the target's head; a `vocabulary` may replace the latter.
@@ -53,6 +57,7 @@ class EagleConfig:
       residual_is_normed: whether the residual stream begins with the normed auxiliary hidden state
         (`norm_before_residual`).
       output_is_normed: whether the fed-back output is normed (`norm_output`).
+      mask_id: the mask token of P-EAGLE; None if the head feeds back its own output.
     """
 
     block: LlamaConfig
@@ -65,6 +70,7 @@ class EagleConfig:
     aux_norm: Literal["none", "together", "each"] = "none"
     residual_is_normed: bool = False
     output_is_normed: bool = False
+    mask_id: int | None = None
 
     @property
     def aux_width(self) -> int:
@@ -108,6 +114,8 @@ def param_shapes(head: EagleConfig) -> Params:
         shapes["fc_bias"] = (width,)
     if eagle3:
         shapes["norm"] = (width,)
+    if head.mask_id is not None:
+        shapes["mask_hidden"] = (head.aux_width,)
     if head.aux_norm == "together":
         shapes["fc_norms"] = [{"norm": (head.aux_width,)}]
     elif head.aux_norm == "each":
