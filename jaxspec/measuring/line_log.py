@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +70,13 @@ class LineLog:
 
     @brief_errors()
     def _check(self, found: dict[str, Any], header: dict[str, Any]) -> None:
-        for name in _names(found, header):
+        for name in dict.fromkeys((*found, *header)):
             if found.get(name) != header.get(name):
                 raise ValueError(
                     f"{self.path} belongs to another {self._of}: its {name.replace('_', ' ')} is "
                     f"{_value(found.get(name))}, now {_value(header.get(name))}; give the same, "
                     "add resume=False to begin again, or give another `output`"
                 )
-
-
-def _names(*headers: dict[str, Any]) -> Iterable[str]:
-    return dict.fromkeys(name for header in headers for name in header)
 
 
 def _value(value: Any) -> str:

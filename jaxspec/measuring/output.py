@@ -29,3 +29,8 @@ def show(report: Any, as_json: bool, parts: Callable[[Any], Iterable[str | Table
             print(part)
         else:
             console.print(part)
+
+
+def figure(value: float | None, digits: int) -> str:
+    """Returns a number as a cell; a dash for None."""
+    return "–" if value is None else f"{value:.{digits}f}"

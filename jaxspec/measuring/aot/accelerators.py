@@ -66,61 +66,45 @@ class Accelerator:
 # of a v6e are 256 × 256; four of them are assumed, because the compiler's estimate of a large product implies more than
 # 1.5 × the rate of two.
 _UNITS = 2 * 128**2
-_DOCS = "https://cloud.google.com/tpu/docs/"
+# "megacore": the two cores of a chip share its memory and are one device.
+_V5P: dict[str, Any] = {"target": "v5", "options": (("chip_config_name", "megacore"),)}
 _TPUS = {
-    one.name: one
-    for one in (
-        Accelerator(
-            "v5e",
-            16 * 2**30,
-            819e9,
-            197e12,
-            _DOCS + "v5e",
-            2,
-            kinds=("TPU v5 lite", "TPU v5e"),
-            cycle_flops=4 * _UNITS,
-        ),
-        # "megacore": the two cores of a chip share its memory and are one device.
-        Accelerator(
-            *("v5p", 95 * 2**30, 2765e9, 459e12, _DOCS + "v5p", 3, "v5"),
-            options=(("chip_config_name", "megacore"),),
-            kinds=("TPU v5", "TPU v5p"),
-            cycle_flops=8 * _UNITS,
-        ),
-        Accelerator(
-            "v6e",
-            32 * 2**30,
-            1600e9,
-            918e12,
-            _DOCS + "v6e",
-            2,
-            kinds=("TPU v6 lite", "TPU v6e"),
-            cycle_flops=16 * _UNITS,
-        ),
+    name: Accelerator(
+        name,
+        memory,
+        bandwidth,
+        flops,
+        f"https://cloud.google.com/tpu/docs/{name}",
+        axes,
+        kinds=kinds,
+        cycle_flops=units * _UNITS,
+        **more,
+    )
+    for name, memory, bandwidth, flops, axes, units, kinds, more in (
+        ("v5e", 16 * 2**30, 819e9, 197e12, 2, 4, ("TPU v5 lite", "TPU v5e"), {}),
+        ("v5p", 95 * 2**30, 2765e9, 459e12, 3, 8, ("TPU v5", "TPU v5p"), _V5P),
+        ("v6e", 32 * 2**30, 1600e9, 918e12, 2, 16, ("TPU v6 lite", "TPU v6e"), {}),
     )
 }
 # Figures of GPUs are those of the modules with these names, without sparsity.
 ACCELERATORS = _TPUS | {
-    one.name: one
-    for one in (
-        Accelerator(
-            name,
-            memory,
-            bandwidth,
-            flops,
-            f"https://www.nvidia.com/en-us/data-center/{name}/",
-            axes=0,
-            launch_us=2.5,
-            kinds=(kind,),
-        )
-        for name, memory, bandwidth, flops, kind in (
-            ("h100", 80 * 10**9, 3350e9, 989e12, "NVIDIA H100 80GB HBM3"),
-            ("h200", 141 * 10**9, 4800e9, 989e12, "NVIDIA H200"),
-            ("a100", 80 * 10**9, 2039e9, 312e12, "NVIDIA A100-SXM4-80GB"),
-            ("l4", 24 * 10**9, 300e9, 121e12, "NVIDIA L4"),
-            ("v100", 16 * 10**9, 900e9, 125e12, "Tesla V100-SXM2-16GB"),
-            ("t4", 16 * 10**9, 320e9, 65e12, "Tesla T4"),
-        )
+    name: Accelerator(
+        name,
+        memory,
+        bandwidth,
+        flops,
+        f"https://www.nvidia.com/en-us/data-center/{name}/",
+        axes=0,
+        launch_us=2.5,
+        kinds=(kind,),
+    )
+    for name, memory, bandwidth, flops, kind in (
+        ("h100", 80 * 10**9, 3350e9, 989e12, "NVIDIA H100 80GB HBM3"),
+        ("h200", 141 * 10**9, 4800e9, 989e12, "NVIDIA H200"),
+        ("a100", 80 * 10**9, 2039e9, 312e12, "NVIDIA A100-SXM4-80GB"),
+        ("l4", 24 * 10**9, 300e9, 121e12, "NVIDIA L4"),
+        ("v100", 16 * 10**9, 900e9, 125e12, "Tesla V100-SXM2-16GB"),
+        ("t4", 16 * 10**9, 320e9, 65e12, "Tesla T4"),
     )
 }
 # Maximum number of chips of a TPU host along each axis, and of GPUs of a host.

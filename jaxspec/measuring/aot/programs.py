@@ -24,6 +24,7 @@ from jaxspec.host.extras import require
 from jaxspec.io.methods.method_files import PLAN_NAME, distribution_name, read_plan
 from jaxspec.measuring.aot.accelerators import Topology
 from jaxspec.measuring.aot.stand_ins import UNREAD, ModelShape, draft_shape, loaded_head, write_files
+from jaxspec.measuring.bench.suite_options import check_count
 from jaxspec.methods import Method, Resources
 from jaxspec.methods.resources import LoadedModel, ModelLike
 from jaxspec.model.cache import KVCache
@@ -241,8 +242,7 @@ def make(
       ValueError, FileNotFoundError: an option does not fit the model or the sizes; one line.
     """
     for name, number in {"batch": batch, "capacity": capacity}.items():
-        if number < 1:
-            raise ValueError(f"{name} is {number}; give at least 1")
+        check_count(name, number)
     if capacity > LARGEST_CAPACITY:
         raise ValueError(f"capacity is {capacity}; give at most {LARGEST_CAPACITY}")
     capacity, target = bucket(capacity), target.over(place.mesh)

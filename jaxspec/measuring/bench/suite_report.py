@@ -18,6 +18,7 @@ from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.free_rows import FreeRows
 from jaxspec.measuring.bench.suite import Suite
+from jaxspec.measuring.output import figure
 
 ALL = "all"
 
@@ -181,8 +182,8 @@ def columns(report: Mapping[str, Any]) -> dict[str, str]:
       Explanations by heading (of up to two lines); `cells` returns a row.
     """
     shown = dict(_COLUMNS)
-    for heading, figure in {"right": "accuracy", "rows\nfree": "rows_free"}.items():
-        if all(kinds[ALL][figure] is None for kinds in report["runs"].values()):
+    for heading, name in {"right": "accuracy", "rows\nfree": "rows_free"}.items():
+        if all(kinds[ALL][name] is None for kinds in report["runs"].values()):
             del shown[heading]
     return shown
 
@@ -195,15 +196,15 @@ def cells(report: Mapping[str, Any], run: str, category: str) -> list[str]:
     lengths = (one["mean_acceptance_length"], one["mean_acceptance_length_drafting"])
     row = {
         "same\ntext": "\n".join(filter(None, same(one))),
-        "tokens/s": _number(one["tokens_per_second"], 1),
-        "× plain\n95 %": f"{best}{_number(one['speedup'], 2)}\n"
+        "tokens/s": figure(one["tokens_per_second"], 1),
+        "× plain\n95 %": f"{best}{figure(one['speedup'], 2)}\n"
         + ("" if interval is None else "{:.2f}–{:.2f}".format(*interval)),
-        "acc.\nlength": "\n".join(_number(length, 2) for length in lengths),
-        "acc.\nrate": _number(one["draft_acceptance_rate"], 2),
-        "rows\nfree": _number(one["rows_free"], 2),
+        "acc.\nlength": "\n".join(figure(length, 2) for length in lengths),
+        "acc.\nrate": figure(one["draft_acceptance_rate"], 2),
+        "rows\nfree": figure(one["rows_free"], 2),
         "ms to\nfirst": _two(one["first_token_ms"], 0),
         "ms per\ntoken": _two(one["token_ms"], 1),
-        "right": _number(one["accuracy"], 2),
+        "right": figure(one["accuracy"], 2),
     }
     return [row[heading] for heading in columns(report)]
 
@@ -235,11 +236,7 @@ def same(one: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _two(spread: Mapping[str, float] | None, digits: int) -> str:
-    return "–" if spread is None else "\n".join(_number(spread[name], digits) for name in ("median", "p95"))
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+    return "–" if spread is None else "\n".join(figure(spread[name], digits) for name in ("median", "p95"))
 
 
 def positions(report: Mapping[str, Any]) -> dict[str, list[float]]:

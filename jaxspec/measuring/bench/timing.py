@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host import processes
 from jaxspec.host.progress import OnProgress, shows_progress
+from jaxspec.measuring.bench.suite_options import check_count
 from jaxspec.texts.results import Result
 
 # (prompt, number of the turn) → the generated text; the number of the turn is the seed when sampling.
@@ -43,8 +44,7 @@ def interleaved(
     Raises:
       ValueError: `repeats` is below 1.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats is {repeats}; give at least 1")
+    check_count("repeats", repeats)
     taken: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(repeats):
         on_turn(f"turn {turn + 1} of {repeats}")
@@ -120,8 +120,7 @@ def measure_runs(
     Raises:
       ValueError: `repeats` is below 1.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats is {repeats}; give at least 1")
+    check_count("repeats", repeats)
     if not warm:
         warm_up(models, runs, prompts[:1], on_progress)
     for at, prompt in enumerate(prompts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxspec.measuring.bench.suite_options import Chat, check_count
+from jaxspec.measuring.bench.suite_options import Chat, check_budget, check_count
 
 Objective = Literal["agreement", "speed"]
 OBJECTIVES: tuple[Objective, ...] = ("agreement", "speed")
@@ -44,8 +44,7 @@ class SearchOptions:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"unknown objective {self.objective!r}; give one of {', '.join(OBJECTIVES)}")
-        if self.trials < 1:
-            raise ValueError(f"trials is {self.trials}; give at least 1")
+        check_count("trials", self.trials)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
 
@@ -127,7 +126,5 @@ class Sweep:
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 2:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; give at least 2")
-        if self.repeats < 1:
-            raise ValueError(f"repeats is {self.repeats}; give at least 1")
+        check_budget(self.max_new_tokens)
+        check_count("repeats", self.repeats)
