@@ -9,15 +9,13 @@ import dataclasses
 import html
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxspec.console.tables import wrapped
 from jaxspec.console.terminal import without_controls
 
 # Distinguishable by colour-blind readers (Okabe and Ito); the first, grey, is for plain decoding.
 COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
-# Anchors of viridis: lightness is monotone.
-_SHADES = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 # Pixels: width of a chart, of a character of text (on average, rounded up), and height of a line of text.
 WIDTH, _CHARACTER, _LINE = 356, 6.6, 15
 _STYLE = """
@@ -62,12 +60,10 @@ class Curve:
     Attributes:
       points: (x, y); the line is interrupted where one is not finite.
       faint: whether the line is thin.
-      joined: whether lines join the points; otherwise each has a dot.
     """
 
     points: Sequence[tuple[float, float]]
     faint: bool = False
-    joined: bool = True
 
 
 def bars(
@@ -143,11 +139,9 @@ def curves(
     x: str,
     y: str,
     title: str,
-    below: str = "",
     colours: Mapping[str, str] | None = None,
     log: bool = False,
     most: float | None = None,
-    diagonal: bool = False,
 ) -> Chart:
     """One line per series, or dots.
 
@@ -155,11 +149,9 @@ def curves(
       series: by name.
       x, y: labels of the axes.
       title: title of the chart.
-      below: a smaller text below the title.
       colours: by name. Default: one by one, from the second of `COLOURS`.
       log: whether the vertical axis is logarithmic; values must then be positive.
       most: the largest value of the vertical axis. Default: as large as necessary.
-      diagonal: whether to draw the line of equal x and y.
 
     Examples:
       >>> drawn = curves({"ngram": Curve([(1, 0.5), (2, 0.2)])}, x="position", y="accepted", title="Acceptance")
@@ -168,7 +160,7 @@ def curves(
     """
     shown = {name: colour(number) for number, name in enumerate(series, 1)} | dict(colours or {})
     points = [one for curve in series.values() for one in curve.points if all(map(math.isfinite, one))]
-    parts, top = _headed(title, below)
+    parts, top = _headed(title)
     legend, top = _legend({name: shown[name] for name in series}, top)
     parts += [*legend, _text(0, top + 12, y, "note")]
     left, right, upper = 40.0, WIDTH - 12.0, top + 22
@@ -187,76 +179,11 @@ def curves(
         parts.append(_text(left - 6, height + 4, down.text(tick), "note", "end"))
     parts += [_text(place(tick, 0)[0], lower + 16, f"{tick:g}", "note", "middle") for tick in across.ticks]
     parts.append(_text((left + right) / 2, lower + 32, x, "note", "middle"))
-    if diagonal:
-        ends = max(across.low, down.low), min(across.high, down.high)
-        start, end = (place(one, one) for one in ends)
-        parts.append(f'<path d="M{start[0]:.1f} {start[1]:.1f}L{end[0]:.1f} {end[1]:.1f}" class="line"/>')
     for name, curve in series.items():
         for finite, group in itertools.groupby(curve.points, lambda one: all(map(math.isfinite, one))):
             if finite:
                 parts += _drawn(name, curve, shown[name], [(one, place(*one)) for one in group])
     return Chart(WIDTH, lower + 40, "".join(parts))
-
-
-def heat_map(
-    rows: Mapping[str, Sequence[float]],
-    shares: Mapping[str, Sequence[float]],
-    texts: Mapping[str, Sequence[str]],
-    framed: Mapping[str, Collection[int]],
-    *,
-    title: str,
-    below: str,
-    columns: str,
-    per_panel: int = 20,
-) -> Chart:
-    """Coloured cells with texts, in panels of at most `per_panel` columns below each other.
-
-    Args:
-      rows: values by row, for tooltips.
-      shares: colours by row: 0 … 1; NaN for grey.
-      texts: texts of the cells, by row.
-      framed: the columns, from 0, of the cells with a frame, by row.
-      title: title of the chart.
-      below: a smaller text below the title.
-      columns: meaning of the columns, which are numbered from 1.
-      per_panel: maximum number of columns of a panel.
-
-    Examples:
-      >>> one = {"MLP": [0.9]}
-      >>> str(heat_map(one, one, {"MLP": [".9"]}, {}, title="Similarity", below="", columns="layer")).count("<rect")
-      1
-    """
-    count = max(map(len, rows.values()))
-    panels = -(-count // per_panel)
-    width = -(-count // panels)
-    left, cell, height = 66, 34, 26
-    whole = max(WIDTH, left + width * cell + 4)
-    parts, top = _headed(title, below, whole)
-    for first in range(0, count, width):
-        numbers = range(first, min(first + width, count))
-        for at, (name, values) in enumerate(rows.items()):
-            y = top + 4 + at * height
-            parts.append(_text(left - 8, y + 17, name, "", "end"))
-            for number in numbers:
-                fill, dark = _shade(shares[name][number])
-                ink, x = "#fff" if dark else "#000", left + (number - first) * cell
-                parts.append(
-                    f'<rect x="{x}" y="{y}" width="{cell}" height="{height}" fill="{fill}">'
-                    f"<title>{_escaped(f'{name}, {columns} {number + 1}: {values[number]:.4f}')}</title></rect>"
-                    f'<text x="{x + cell / 2}" y="{y + 17}" text-anchor="middle" style="fill: {ink}">'
-                    f"{_escaped(texts[name][number])}</text>"
-                )
-                if number in framed.get(name, ()):
-                    box = f"M{x + 2.5} {y + 2.5}h{cell - 5}v{height - 5}h{5 - cell}z"
-                    parts.append(f'<path d="{box}" stroke="{ink}" stroke-width="1.5" fill="none"/>')
-        top += 4 + len(rows) * height
-        parts.append(_text(left - 8, top + 14, columns, "note", "end"))
-        parts += [
-            _text(left + (number - first + 0.5) * cell, top + 14, str(number + 1), "note", "middle")
-            for number in numbers
-        ]
-        top += 20
-    return Chart(whole, top + 4, "".join(parts))
 
 
 def beside(*charts: Chart) -> Chart:
@@ -350,22 +277,22 @@ def _drawn(
 ) -> list[str]:
     """A curve's line through placed points, and dots where these are few."""
     parts = []
-    if curve.joined:
-        line = " ".join(f"{px:.1f},{py:.1f}" for _, (px, py) in points)
-        width = 1 if curve.faint else 2
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{ink}" stroke-width="{width}"/>')
-    if not curve.joined or (len(points) <= 40 and not curve.faint) or len(points) == 1:
+    line = " ".join(f"{px:.1f},{py:.1f}" for _, (px, py) in points)
+    width = 1 if curve.faint else 2
+    parts.append(f'<polyline points="{line}" fill="none" stroke="{ink}" stroke-width="{width}"/>')
+    if (len(points) <= 40 and not curve.faint) or len(points) == 1:
         for (_, value), (px, py) in points:
             told = f"<title>{_escaped(f'{name}: {value:.3g}')}</title>"
             parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{ink}">{told}</circle>')
     return parts
 
 
-def _headed(title: str, below: str = "", width: float = WIDTH) -> tuple[list[str], float]:
-    """The title and the smaller text below it, and the height they need."""
-    heads = [(line, "bold") for line in _wrapped(title, width / 1.08)]
-    heads += [(line, "note") for line in _wrapped(below, width)] if below else []
-    return [_text(0, 13 + _LINE * at, *head) for at, head in enumerate(heads)], _LINE * len(heads) + 5.0
+def _headed(title: str) -> tuple[list[str], float]:
+    """The title, and the height that it needs."""
+    heads = _wrapped(title, WIDTH / 1.08)
+    return [_text(0, 13 + _LINE * at, line, "bold") for at, line in enumerate(heads)], _LINE * len(
+        heads
+    ) + 5.0
 
 
 def _legend(colours: Mapping[str, str], top: float) -> tuple[list[str], float]:
@@ -395,15 +322,3 @@ def _escaped(text: str) -> str:
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{_escaped(text)}</text>'
-
-
-def _shade(share: float) -> tuple[str, bool]:
-    """The colour of a share, and whether it is dark."""
-    if math.isnan(share):
-        return COLOURS[0], False
-    place = min(max(share, 0.0), 1.0) * (len(_SHADES) - 1)
-    lower = min(int(place), len(_SHADES) - 2)
-    red, green, blue = (
-        round(a + (b - a) * (place - lower)) for a, b in zip(_SHADES[lower], _SHADES[lower + 1], strict=True)
-    )
-    return f"rgb({red},{green},{blue})", 0.299 * red + 0.587 * green + 0.114 * blue < 128

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxspec.console.tables import Table
 from jaxspec.measuring import charts
-from jaxspec.measuring.charts import Curve, bars, beside, curves, heat_map
+from jaxspec.measuring.charts import Curve, bars, beside, curves
 
 LONG = "layerskip --exit-layer 3 --stop-rule confidence --gamma 0.5"
 
@@ -84,19 +84,12 @@ def test_values_that_are_not_finite_have_no_mark(wrong):
     drawn = str(curves({"a": Curve(points)}, x="x", y="y", title="t", most=wrong))
     ElementTree.fromstring(drawn)
     assert (drawn.count("<polyline"), drawn.count("<circle")) == (2, 3)
-    cells = {"MLP": [wrong, 0.5]}
-    drawn = str(heat_map(cells, cells, {"MLP": ["a", "b"]}, {}, title="t", below="", columns="layer"))
-    ElementTree.fromstring(drawn)
-    assert drawn.count("<rect") == 2
 
 
 def test_labels_with_control_characters_are_escaped():
-    cells = {HOSTILE: [0.5]}
-    names = {"title": HOSTILE, "below": HOSTILE}
     for chart in (
         bars({HOSTILE: 1.0}, {}, title=HOSTILE, label=HOSTILE, notes={HOSTILE: HOSTILE}),
-        curves({HOSTILE: Curve([(1, 1.0)]), "b": Curve([])}, x=HOSTILE, y=HOSTILE, **names),
-        heat_map(cells, cells, {HOSTILE: [HOSTILE]}, {}, columns=HOSTILE, **names),
+        curves({HOSTILE: Curve([(1, 1.0)]), "b": Curve([])}, x=HOSTILE, y=HOSTILE, title=HOSTILE),
     ):
         ElementTree.fromstring(str(chart).encode())
         assert not re.search("[\x00-\x08\x0b-\x1f\u202e]|<b>", str(chart))
@@ -117,15 +110,6 @@ def test_the_legend_has_as_many_lines_as_necessary():
     assert list(where) == names
     assert len({y for _, y in where.values()}) > 2
     assert all(x + 6 * len(names[0]) < chart.width for x, _ in where.values())
-
-
-def test_cells_have_their_colours_and_frames():
-    rows = {"MLP": [0.0, 1.0, 0.5]}
-    cells = {"MLP": ["a", "b", "c"]}
-    drawn = str(heat_map(rows, rows, cells, {"MLP": [1]}, title="t", below="", columns="layer", per_panel=2))
-    assert re.findall(r'fill="(rgb[^"]*)"', drawn) == ["rgb(68,1,84)", "rgb(253,231,37)", "rgb(33,145,140)"]
-    assert drawn.count("<path") == 1
-    assert len(set(re.findall(r'<rect x="\d+" y="([\d.]+)"', drawn))) == 2  # panels
 
 
 def test_charts_beside_each_other():

@@ -7,8 +7,6 @@ import functools
 import json
 import math
 import re
-from pathlib import Path
-from xml.etree import ElementTree
 
 import jax
 import jax.monitoring
@@ -19,10 +17,9 @@ import pytest
 from jaxspec.engine.language_model import load
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.commands.inspect import _marks
-from jaxspec.measuring.tuning import fidelity, figures
+from jaxspec.measuring.tuning import fidelity
 from jaxspec.measuring.tuning import inspection as home
 from jaxspec.measuring.tuning.exit_agreement import exit_agreement
-from jaxspec.measuring.tuning.figures import save_figures
 from jaxspec.measuring.tuning.fitness_report import read_texts
 from jaxspec.measuring.tuning.inspection import inspect_model, sublayer_ms, weights_read
 from jaxspec.model import cache as kv
@@ -226,14 +223,12 @@ def test_times_are_real(report):
 
 
 @pytest.mark.full
-def test_one_layer(monkeypatch, tmp_path):
+def test_one_layer(monkeypatch):
     monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.0, "mlp": 2.0})
     small = tiny.small_model()
     report = inspect_model(small, [[1]], max_new_tokens=3)
     assert report["exit_agreement"] == [1.0]
     assert report["mask"] == {"skip_attention": [], "skip_mlp": [], "weights_read": 1.0}
-    for path in save_figures(report, tmp_path).values():
-        assert picture_size(Path(path)) > (300, 100)
 
 
 def test_the_budget_is_what_the_context_leaves(lm):
@@ -242,95 +237,6 @@ def test_the_budget_is_what_the_context_leaves(lm):
     assert home._budget(lm, 45, 2) == 2
     roomy = tiny.language_model()
     assert home._budget(roomy, 45, None) == home.DEFAULT_BUDGET
-
-
-# What is drawn
-
-
-def picture_size(path: Path) -> tuple[float, float]:
-    """Width and height of an SVG that is whole."""
-    root = ElementTree.parse(path).getroot()
-    return float(root.get("width")), float(root.get("height"))
-
-
-def synthetic(depth: int, prompts: int = 2) -> dict:
-    """A report of a deep model, as far as figures read it."""
-    values = np.linspace(-0.021, 1, depth)
-    exits = np.linspace(0, 1, depth).tolist()
-    return {
-        "model": "a/$very$_long 名/" * 9,
-        "num_layers": depth,
-        "alpha": 0.985,
-        "every": 3,
-        "keep_last": 2,
-        "similarity": {name: {"by_layer": values.tolist()} for name in ("attention", "mlp")},
-        "mask": {"skip_attention": [2, 5, depth - 3], "skip_mlp": [2]},
-        "exit_agreement": exits,
-        "prompts": [{"exit_agreement": exits, "new_tokens": 5}] * prompts,
-    }
-
-
-def content(chart) -> list[str]:
-    """The texts of a chart."""
-    return re.findall(r"<text [^>]*>([^<]*)<", str(chart))
-
-
-def test_the_heat_map_shows_every_number():
-    report = synthetic(80)
-    drawn = str(figures.similarity_figure(report))
-    values = report["similarity"]["attention"]["by_layer"]
-    told = [float(value) for value in re.findall(r"layer \d+: ([-\d.]+)<", drawn)]
-    attention = [told[at : at + 20] for at in range(0, 160, 40)]  # panels of two rows
-    np.testing.assert_allclose(np.concatenate(attention), values, atol=1e-4)
-    numbers = [text for text in content(drawn) if re.fullmatch(r"−?\.\d+|1\.00", text)]
-    assert len(numbers) == 160
-    assert (numbers[0], numbers[-1]) == ("−.021", "1.00")
-    layers = [text for text in content(drawn) if text.isdigit()]
-    assert layers == [str(number) for number in range(1, 81)]
-    assert drawn.count("<path") == 4  # frames
-
-
-def test_a_last_line_of_layers_may_be_shorter():
-    drawn = str(figures.similarity_figure(synthetic(21)))
-    heights = re.findall(r'<rect x="\d+" y="([\d.]+)"', drawn)
-    assert [heights.count(height) for height in dict.fromkeys(heights)] == [11, 11, 10, 10]
-
-
-@pytest.mark.parametrize("depth", [1, 12, 40])
-def test_exits_are_counted_from_one(depth):
-    drawn = str(figures.exits_figure(synthetic(depth)))
-    lines = [line.split() for line in re.findall(r'<polyline points="([^"]*)"', drawn)]
-    assert lines[0] == lines[1] == lines[2]
-    assert len(lines[2]) == depth
-    places = {text: float(x) for x, text in re.findall(r'<text x="([\d.]+)"[^>]*middle[^>]*>(\d+)<', drawn)}
-    ends = [float(point.split(",")[0]) for point in (lines[2][0], lines[2][-1])]
-    for text, place in places.items():
-        share = 0.5 if depth == 1 else (int(text) - 1) / (depth - 1)
-        assert depth == 1 or place == pytest.approx(ends[0] + share * (ends[1] - ends[0]), abs=0.2)
-    assert places
-    assert str(figures.exits_figure(synthetic(depth, prompts=1))).count("<polyline") == 1
-
-
-def test_figures_come_together_or_not_at_all(tmp_path, monkeypatch, recwarn):
-    place = tmp_path / "new" / "place"
-    broken = synthetic(9) | {"exit_agreement": None}
-    with pytest.raises(TypeError):
-        save_figures(broken, place)
-    assert not place.exists()
-    paths = save_figures(synthetic(9), place)
-    assert sorted(place.iterdir()) == sorted(map(Path, paths.values()))
-    assert all(picture_size(path) > (300, 100) for path in place.iterdir())
-    assert not recwarn.list
-
-    before = {path: path.read_bytes() for path in place.iterdir()}
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        save_figures(synthetic(10), place)
-    assert {path: path.read_bytes() for path in place.iterdir()} == before
 
 
 def test_marks_of_a_mask():
@@ -354,7 +260,7 @@ def run(capsys, monkeypatch):
 def test_json(run, model, tmp_path, monkeypatch):
     monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.5, "mlp": 2.0})
     (tmp_path / "text").write_text("time\nupon\n")
-    files = ("--prompt-file", tmp_path / "text", "--output", tmp_path / "figures")
+    files = ("--prompt-file", tmp_path / "text")
     numbers = ("--alpha", 1, "--every", 1, "--keep-last", 1, "--max-new-tokens", 5)
     status, out, err = run("inspect", "Once", "a time", "--model", model, *files, *numbers, "--json")
     assert (status, err) == (0, "")
@@ -373,7 +279,6 @@ def test_json(run, model, tmp_path, monkeypatch):
         "mask",
         "exit_agreement",
         "prompts",
-        "figures",
     ]
     assert (report["model"], report["device"], report["dtype"]) == (str(model), "cpu", "float32")
     assert (report["num_layers"], report["alpha"], report["every"], report["keep_last"]) == (2, 1, 1, 1)
@@ -394,14 +299,9 @@ def test_json(run, model, tmp_path, monkeypatch):
         ]
         assert 1 <= entry["new_tokens"] <= 5
         assert len(entry["exit_agreement"]) == len(entry["similarity"]["mlp"]) == 2
-    assert list(report["figures"]) == ["similarity", "exit_agreement"]
-    for path in report["figures"].values():
-        assert Path(path).parent == tmp_path / "figures"
-        assert picture_size(Path(path)) > (300, 100)
-    assert len(list((tmp_path / "figures").iterdir())) == 2
 
 
-def test_tables(run, report, model, tmp_path, monkeypatch):
+def test_tables(run, report, model, monkeypatch):
     asked = {}
 
     def inspect_model(lm, prompts, *, on_progress, **options):
@@ -410,18 +310,10 @@ def test_tables(run, report, model, tmp_path, monkeypatch):
         return report | {"prompts": [entry | {"prompt": "[bold]two\nlines"} for entry in report["prompts"]]}
 
     monkeypatch.setattr(home, "inspect_model", inspect_model)
-    monkeypatch.chdir(tmp_path)
-    assert run("inspect", "--model", model)[::2] == (0, "")
-    assert list(tmp_path.glob("*.svg")) == []
-    status, out, err = run("inspect", "--model", model, "--output", ".")
-    assert status == 0
+    status, out, err = run("inspect", "--model", model)
+    assert (status, err) == (0, "")
     defaults = {"asd": ASDNumbers(), "max_new_tokens": None}
     assert asked == {"prompts": None} | defaults
-    assert err.splitlines() == [
-        "jaxspec: wrote inspect-similarity.svg",
-        "jaxspec: wrote inspect-exits.svg",
-    ]
-    assert picture_size(tmp_path / "inspect-similarity.svg") > (300, 100)
     rows = [line.split() for line in out.splitlines()]
     attention, mlp = report["similarity"]["attention"], report["similarity"]["mlp"]
     for name, key in (("minimum", "min"), ("maximum", "max"), ("mean", "mean"), ("median", "median")):
@@ -440,7 +332,7 @@ def test_the_fitness_test_is_part_of_it(run, model, tmp_path, monkeypatch):
     monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.5, "mlp": 2.0})
     text = tmp_path / "tales.txt"
     text.write_text("Once upon a time a bear. " * 30)
-    arguments = ("inspect", "Once", "--model", model, "--max-new-tokens", 3, "--output", tmp_path)
+    arguments = ("inspect", "Once", "--model", model, "--max-new-tokens", 3)
     status, out, _ = run(*arguments, "--fitness", text, "--json")
     assert status == 0
     found = json.loads(out)["fitness"]
@@ -463,7 +355,7 @@ def test_the_fitness_test_is_part_of_it(run, model, tmp_path, monkeypatch):
 def test_int8_alone_measures_only_int8(run, model, monkeypatch):
     """The analysis runs where something of it is asked for."""
     ran = []
-    monkeypatch.setattr(home, "inspect_model", lambda *_, **__: ran.append("analysis") or {"figures": {}})
+    monkeypatch.setattr(home, "inspect_model", lambda *_, **__: ran.append("analysis") or {})
     monkeypatch.setattr(fidelity, "measure", lambda *_, **__: {"loss": 1.0})
     for more, expected in (([], []), (["Once"], ["analysis"]), (["--alpha", 0.9], ["analysis"])):
         ran.clear()
@@ -490,8 +382,6 @@ def test_int8_alone_measures_only_int8(run, model, monkeypatch):
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--max-new-tokens", "512"], "exceed the model's context of 512"),
         (["--prompt-file", "LONG"], "a prompt has 6.. tokens, the model's context 512; shorten it"),
-        (["--output", "EMPTY"], "--output .* cannot be a directory: .* is a file"),
-        (["--output", "EMPTY/below"], "--output .* cannot be a directory: .* is a file"),
         (["--model", "nowhere"], "no directory 'nowhere'"),
     ],
 )
@@ -504,12 +394,6 @@ def test_bad_input(run, model, tmp_path, monkeypatch, arguments, message):
     given = arguments if "--model" in arguments else [*arguments, "--model", model]
     assert re.search(message, one_error(run, "inspect", *given))
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_place_that_cannot_be_written_to(run, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
-    error = one_error(run, "inspect", "Once", "--model", model, "--output", tmp_path / "new")
-    assert "is not writable; give another directory" in error
 
 
 @pytest.mark.full

@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 from jaxspec.cli.options import ModelOptions
-from jaxspec.console.output import check_directory
 from jaxspec.console.parsing import Positional
 from jaxspec.console.tables import Table
-from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
 from jaxspec.io.methods.asd_numbers import ASDNumbers
-from jaxspec.measuring.output import show
+from jaxspec.measuring.output import figure, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +25,13 @@ class Inspect:
 
     Exits: how often the first layers alone have the next token of the whole model.
 
-    --fitness and --int8 measure only what they name, unless a prompt, a number of the masks or --output is given too.
+    --fitness and --int8 measure only what they name, unless a prompt or a number of the masks is given too.
 
     Fitness (--fitness): loss, agreement and confidence by exit on text that the model was not trained on, and whether
     the model needs its depth. If it does not, drafts with skipped layers look better than they are.
 
     Int8 (--int8): the loss on a short text and the agreement of greedy choices with int8 weights, and with int8 weights
     and activations, compared with float32.
-
-    With --output, two figures are written too: inspect-similarity.svg and inspect-exits.svg.
 
     Attributes:
       prompts: texts to measure on. Default: a few of different kinds.
@@ -45,7 +40,6 @@ class Inspect:
         Default 64, or fewer if the context is shorter.
       fitness: a text file that the model was not trained on; adds the fitness test, one kind of work per file.
       int8: measure the fidelity of --weights int8.
-      output: a directory for the figures, created if missing. Default: no figures.
       json: print one JSON object and nothing else.
     """
 
@@ -54,7 +48,6 @@ class Inspect:
     max_new_tokens: int | None = None
     fitness: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "FILE"})
     int8: bool = False
-    output: str | None = None
     json: bool = False
     model: ModelOptions = ModelOptions()  # noqa: RUF009
     asd: ASDNumbers = ASDNumbers()  # noqa: RUF009
@@ -62,8 +55,6 @@ class Inspect:
     def run(self) -> int:
         """Inspects; returns the exit status."""
         prompts = self.read_prompts()
-        if self.output is not None:
-            check_directory(Path(self.output))
         if self.int8 and (self.model.weights or self.model.mesh):
             raise ValueError(
                 "--int8 compares int8 with float32 on one device; leave out --weights and --mesh"
@@ -94,22 +85,12 @@ class Inspect:
                 report["int8"] = fidelity.measure(
                     *(lm.config, lm.params, lm.tokenizer, text), on_progress=progress
                 )
-            report["figures"] = {}
-            if self.output is not None:
-                from jaxspec.measuring.tuning.figures import save_figures
-
-                progress("drawing")
-                report["figures"] = save_figures(report, self.output)
         show(report, self.json, _parts)
-        for path in () if self.json else report["figures"].values():
-            tell(f"wrote {path}")
         return 0
 
     def _analyses(self, prompts: list[str]) -> bool:
         """Whether similarities, masks and exits are measured: by default, or if an option of theirs is given."""
-        asked = (
-            prompts or self.output is not None or self.max_new_tokens is not None or self.asd != ASDNumbers()
-        )
+        asked = prompts or self.max_new_tokens is not None or self.asd != ASDNumbers()
         return bool(asked) or not (self.fitness or self.int8)
 
     def read_prompts(self) -> list[str]:
@@ -159,14 +140,10 @@ def _fitness(report: dict[str, Any]) -> Iterator[str | Table]:
     headings = ("text", "loss", "agreement", "confidence", "answers right")
     yield Table(headings, [[kind, *row.values()] for kind, row in cells.items()], left=5)
     yield f"The gate: {'passed' if report['passed'] else 'failed'}"
+    verdicts = {True: "passed", False: "failed"}
     rows = [
-        [
-            check["name"],
-            "–" if check["value"] is None else f"{check['value']:.3f}",
-            check["wanted"],
-            "passed" if check["passed"] else "failed",
-        ]
-        for check in report["checks"]
+        [one["name"], figure(one["value"], 3), one["wanted"], verdicts[one["passed"]]]
+        for one in report["checks"]
     ]
     yield Table(("condition", "found", "wanted", ""), rows, name=40, left=4)
 
