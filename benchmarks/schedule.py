@@ -23,9 +23,11 @@ from jaxspec.console.environment import compile_only
 from jaxspec.host.progress import OnProgress
 from jaxspec.measuring.aot.accelerators import parse_topology
 from jaxspec.measuring.bench.device_profile import SHAPES
+from jaxspec.model.config import LlamaConfig
 
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 _GRID = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
+_LIVE = 512  # slots of the step's cache
 _LABELS = "final"  # the label of the pass that writes both files; there are dozens of passes
 
 
@@ -69,12 +71,12 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             f"--xla_jf_dump_llo_pass_label_regex={_LABELS}"
         )
         compile_only()
-        from jaxspec.measuring.aot import cost_estimates, hlo, programs
+        from jaxspec.measuring.aot import hlo, programs
 
         on_progress(f"compiling a step of {options.rows} rows")
         place = programs.Place(programs.devices(topology), None)
         config = SHAPES[options.shape].truncated(options.layers)
-        text = cost_estimates.lowered_step(place, config, options.rows).compile().as_text()
+        text = lowered_step(place, config, options.rows).compile().as_text()
         dumped = {file.name: file.read_text() for file in Path(directory).glob("*final_*.txt")}
     grids = {
         line.split()[0].lstrip("%"): math.prod(int(bound) for bound in re.findall(r"\d+", found[1]))
@@ -94,6 +96,29 @@ def measure(options: Options, on_progress: OnProgress = lambda what: None) -> di
             f"the compiler wrote no schedule of a fusion of {options.least} cycles; give a smaller least"
         )
     return {**dataclasses.asdict(options), "fusions": fusions}
+
+
+def lowered_step(place: Any, config: LlamaConfig, rows: int) -> Any:
+    """Returns the lowered greedy step of one text in bfloat16, with this number of tokens."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxspec.model import cache as kv
+    from jaxspec.model import llama
+
+    def step(params: Any, tokens: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+        logits, _, cache = llama.forward(config, params, tokens, start, cache)
+        return jnp.argmax(logits, axis=-1), cache
+
+    shapes = jax.eval_shape(
+        lambda: (
+            llama.init_params(config, jax.random.key(0), jnp.bfloat16),
+            jnp.zeros((1, rows), jnp.int32),
+            jnp.zeros(1, jnp.int32),
+            kv.create(config, 1, max(_LIVE, rows), jnp.bfloat16),
+        )
+    )
+    return jax.jit(step, donate_argnums=3).lower(*place.put(shapes))
 
 
 def _scheduled(name: str, dumped: dict[str, str], trips: int) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ from jaxspec.costs.rounds import (
 )
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
-from jaxspec.measuring.aot import cost_estimates
 from jaxspec.measuring.aot.accelerators import ACCELERATORS
 from jaxspec.measuring.aot.roofline import EXCHANGE_US, needed_gb, report, roofline, usual, weights
 from jaxspec.measuring.bench import step_costs as measuring
@@ -342,46 +341,11 @@ def test_an_embedding_of_a_head_is_not_read_whole():
     assert Eagle3().cost(target, None, own) == Eagle3().cost(target, None, with_embedding)
 
 
-def test_a_tpu_takes_the_cycles_of_its_compiler(monkeypatch, tmp_path):
-    """By layers and rows: of programs of few layers, compiled once and kept; never less than the bytes take."""
-    compiled, layer, head = [], 1_000_000, 5_000_000
-
-    def step_cycles(place, config, rows, layers):
-        compiled.append((rows, layers))
-        return layers * (layer + 1000 * rows) + head
-
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
-    for name, fake in {"require": None, "compile_only": None, "step_cycles": step_cycles}.items():
-        monkeypatch.setattr(cost_estimates, name, fake or (lambda *_: None))
-    monkeypatch.setattr(cost_estimates.importlib.metadata, "version", lambda name: "1")
-    monkeypatch.setattr(cost_estimates.programs, "devices", lambda topology: [])
-    device, shape = ACCELERATORS["v5e"], SHAPES["1.2b"]
-    costs = cost_estimates.estimated(device, shape, "1.2b")
-    assert costs == cost_estimates.estimated(device, shape, "1.2b")
-    assert compiled == [(rows, layers) for rows in cost_estimates.ROWS for layers in (1, 3)]
-    expected = 1e3 * (16 * (layer + 9000) + head) / device.clock
-    # The compiled layers read the cache of one text; that of each further text is added.
-    assert costs.step_ms(9) == pytest.approx(expected)
-    assert costs.step_ms(1) == pytest.approx(1e3 * (16 * (layer + 1000) + head) / device.clock)
-    more = 1e3 * (16 * (layer + 2000) + head) / device.clock + costs.live * costs.live_token_ms
-    assert costs.step_ms(1, batch=2) == pytest.approx(more)
-    layer = head = 0
-    bound = roofline(device, shape, "1.2b", launch_us=0.0)
-    (tmp_path / "costs").rename(tmp_path / "old")
-    assert cost_estimates.estimated(device, shape, "1.2b").step_ms(2) == bound.step_ms(2)
-    assert cost_estimates.estimated(ACCELERATORS["h100"], shape, "1.2b") is None
-    given = report("v5e", "1.2b", steps=lambda *_: costs)
-    assert given["estimated"]
-    assert given["plain_ms"] == costs.step_ms()
-    assert not report("v5e", "1.2b")["estimated"]
-
-
 # The command
 
 
 def test_the_command_shows_both(capsys, measured, monkeypatch):
     found, _ = measured
-    monkeypatch.setattr(cost_estimates, "estimated", lambda *_, **__: None)  # nothing is compiled here
     status, out, err = called(capsys, "profile", "--device-model", "v5e", "--shape", "8b", "--json")
     assert (status, err) == (0, "")
     assert json.loads(out) == json.loads(json.dumps(report("v5e", "8b")))

@@ -3,18 +3,17 @@
 A step takes the time to read each weight once at the published bandwidth or to multiply by it at the published peak,
 whichever is longer, plus one launch per operation. Several devices divide the weights, and exchange results in
 each layer. Real devices reach .6 to .9 of this bound; ratios of predicted steps
-are more accurate than the steps themselves. A TPU compiler's cycles give higher costs, see `estimates`.
+are more accurate than the steps themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxspec.costs.rounds import DraftCost, StepCosts, kinds, on_line, speedup_table
+from jaxspec.costs.rounds import DraftCost, StepCosts, kinds, speedup_table
 from jaxspec.host.messages import shown
 from jaxspec.measuring.aot.accelerators import (
     ACCELERATORS,
@@ -24,6 +23,7 @@ from jaxspec.measuring.aot.accelerators import (
     parse_topology,
 )
 from jaxspec.measuring.bench.device_profile import SHAPES
+from jaxspec.measuring.bench.suite_options import check_count
 from jaxspec.model import cache as kv
 from jaxspec.model.config import KVCacheDtype, LlamaConfig
 from jaxspec.programs.memory import needed_bytes
@@ -37,8 +37,6 @@ _BYTES = 2
 EXCHANGES, EXCHANGE_US = (2, 4), 5.0
 # The share of the memory that weights and the cache of a text of `CAPACITY` tokens may take.
 USABLE, CAPACITY = 0.9, 4096
-# Returns the costs of a device's steps for a shape and its name; None if there are none.
-Steps = Callable[[Accelerator, LlamaConfig, str], StepCosts | None]
 # The shape of the usual draft model for each target shape.
 _DRAFTS = {"1b": "134m", "7b": "1b", "8b": "1.2b", "13b": "1b", "70b": "7b"}
 
@@ -63,7 +61,6 @@ def roofline(
     config: LlamaConfig,
     name: str,
     launch_us: float | None = None,
-    steps_ms: Mapping[int, tuple[float, float]] | None = None,
     chips: int = 1,
     bits: int | None = None,
 ) -> StepCosts:
@@ -74,9 +71,6 @@ def roofline(
       config: the model's shape.
       name: name of the shape.
       launch_us: microseconds to start one operation; None for the accelerator's figure.
-      steps_ms: the compiler's estimates by number of rows, in ascending order: milliseconds of a layer (with the cache
-        of one text of `LIVE` tokens) and of the rest of a step. They replace the launches; the times for reading and
-        multiplying remain lower bounds.
       chips: the number of devices over which the weights are divided.
       bits: the bits of quantised weights; None for 16.
 
@@ -94,15 +88,11 @@ def roofline(
         return 1e3 * numbers / chips * max(size / accelerator.bandwidth, 2 * rows / accelerator.flops)
 
     def part_ms(numbers: int, rows: int, operations: int, part: int, read_ms: float = 0.0) -> float:
-        bound = product_ms(numbers, rows) + read_ms + EXCHANGES[part] * exchange_ms
-        if steps_ms is None:
-            return bound + operations * launch_ms
-        return max(bound, on_line(rows, list(steps_ms), [parts[part] for parts in steps_ms.values()]))
+        return product_ms(numbers, rows) + read_ms + EXCHANGES[part] * exchange_ms + operations * launch_ms
 
     def step_ms(rows: int, batch: int, layers: int) -> float:
-        # An estimate of a layer includes the cache of one text.
-        text_ms = LIVE * live_ms / config.num_layers
-        of_layer = part_ms(layer, rows * batch, LAYER_OPERATIONS, 0, text_ms) + (batch - 1) * text_ms
+        text_ms = batch * LIVE * live_ms / config.num_layers
+        of_layer = part_ms(layer, rows * batch, LAYER_OPERATIONS, 0, text_ms)
         return layers * of_layer + part_ms(head, rows * batch, OTHER_OPERATIONS, 1)
 
     cut = max(0, config.num_layers // 4)
@@ -127,7 +117,6 @@ def usual(
     accelerator: Accelerator,
     shape: str,
     launch_us: float | None = None,
-    steps: Steps | None = None,
     chips: int = 1,
     bits: int | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
@@ -140,14 +129,12 @@ def usual(
     Args:
       accelerator, launch_us, chips, bits: see `roofline`.
       shape: a name in `SHAPES`.
-      steps: replaces `roofline`: returns the costs of a shape for its config and name, or None.
       kv_cache_dtype: see `LlamaConfig`.
     """
 
     def steps_of(name: str) -> StepCosts:
         config = dataclasses.replace(SHAPES[name], kv_cache_dtype=kv_cache_dtype)
-        given = None if steps is None else steps(accelerator, config, name)
-        return given or roofline(accelerator, config, name, launch_us, chips=chips, bits=bits)
+        return roofline(accelerator, config, name, launch_us, chips, bits)
 
     costs = steps_of(shape)
     drafts = kinds(costs.num_layers)
@@ -196,7 +183,6 @@ def report(
     shape: str,
     batch: int = 1,
     launch_us: float | None = None,
-    steps: Steps | None = None,
     bits: int | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> dict[str, Any]:
@@ -207,12 +193,11 @@ def report(
       shape: a name in `SHAPES`.
       batch: number of texts decoded together.
       launch_us: see `roofline`.
-      steps: see `usual`; for example `estimates.estimated`. Only for one device and weights of 16 bits.
       bits: see `roofline`.
       kv_cache_dtype: see `LlamaConfig`.
 
     Returns:
-      `prediction` (True: nothing is measured), `estimated` (whether the costs use the compiler's cycles), `device`,
+      `prediction` (True: nothing is measured), `device`,
       `shape`, `dtype`, `kv_cache_dtype`, `batch`, `live`, the device's `bandwidth`, `flops`, `launch_us` and `source`,
       `needed_gb` and `remedies` (see the functions), `plain_ms` (a step of plain decoding), `drafts` (the layers and
       heads that each draft runs), `speedups` (see `speedup_table`; each with its draft length).
@@ -224,21 +209,16 @@ def report(
         raise ValueError(f"unknown device_model {shown(device)}; give one of {', '.join(ACCELERATORS)}")
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shown(shape)}; give one of {', '.join(SHAPES)}")
-    if batch < 1:
-        raise ValueError(f"batch is {batch}; give at least 1")
+    check_count("batch", batch)
     if launch_us is not None and not 0 <= launch_us < float("inf"):
         raise ValueError(f"launch_us is {launch_us}; give a number from 0 on")
     accelerator, chips = ACCELERATORS[device.partition(":")[0]], 1
     if ":" in device:
         chips = parse_topology(device).num_devices
-    steps = None if chips > 1 or bits else steps
-    costs, drafts = usual(accelerator, shape, launch_us, steps, chips, bits, kv_cache_dtype)
-    config = dataclasses.replace(SHAPES[shape], kv_cache_dtype=kv_cache_dtype)
-    estimated = steps is not None and steps(accelerator, config, shape) is not None
+    costs, drafts = usual(accelerator, shape, launch_us, chips, bits, kv_cache_dtype)
     table = speedup_table(costs, drafts, batch=batch)
     return {
         "prediction": True,
-        "estimated": estimated,
         "device": device,
         "shape": shape,
         "dtype": costs.dtype if bits is None else f"{costs.dtype}, int{bits} weights",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ from jaxspec.cli.options import ModelOptions
 from jaxspec.console.tables import Table
 from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
+from jaxspec.measuring.bench.suite_options import check_count
 from jaxspec.measuring.output import show
 
 
@@ -30,11 +30,9 @@ class Profile:
       fresh: with --costs, measure again.
       device_model: predict speed-ups for --shape, in 16 bits or with --weights int8, from the published figures of a
         device instead: h100, h200, a100, l4, v100, t4, v5e, v5p or v6e, or several, such as v5e:2x4 or l4:4. Nothing
-        is measured. For one TPU whose compiler is installed, the costs of steps in 16 bits are the compiler's cycles;
-        compiling them takes a minute the first time.
+        is measured.
       batch: the number of texts for which speed-ups are predicted. Default 1.
-      launch_us: with --device-model, microseconds to start one operation; replaces the compiler's cycles. Default:
-        the device's.
+      launch_us: with --device-model, microseconds to start one operation. Default: the device's.
       json: print one JSON object and nothing else.
     """
 
@@ -82,8 +80,7 @@ class Profile:
         needs = {"fresh": "`costs`", "batch": "`costs` or `device_model`", "launch_us": "`device_model`"}
         if name := next((name for name, is_wrong in wrong.items() if is_wrong), None):
             raise ValueError(f"`{name}` is given without {needs[name]}; give both, or neither")
-        if self.batch is not None and self.batch < 1:
-            raise ValueError(f"batch is {self.batch}; give at least 1")
+        check_count("batch", self.batch)
 
     def _profile(self) -> dict[str, Any]:
         from jaxspec.measuring.bench.device_profile import profile
@@ -129,15 +126,12 @@ class Profile:
 
     def _predict(self) -> dict[str, Any]:
         from jaxspec.loading.loading import resolve_weights
-        from jaxspec.measuring.aot.cost_estimates import estimated
         from jaxspec.measuring.aot.roofline import report
 
         assert self.device_model is not None
         assert self.shape is not None
-        with Progress() as progress:
-            steps = functools.partial(estimated, on_progress=progress) if self.launch_us is None else None
-            given = (self.device_model, self.shape, self.batch or 1, self.launch_us, steps)
-            return report(*given, resolve_weights(self.model.weights), self.model.kv_cache_dtype)
+        given = (self.device_model, self.shape, self.batch or 1, self.launch_us)
+        return report(*given, resolve_weights(self.model.weights), self.model.kv_cache_dtype)
 
 
 def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
@@ -187,9 +181,7 @@ def _prediction(report: dict[str, Any]) -> Iterator[str | Table]:
     rows = [
         ("bandwidth", f"{1e-9 * report['bandwidth']:,.0f} GB/s"),
         ("peak operations per second", f"{1e-12 * report['flops']:,.0f} · 10¹²"),
-        ("steps", "from the compiler's cycles")
-        if report["estimated"]
-        else ("start of an operation (assumed)", f"{report['launch_us']:g} µs"),
+        ("start of an operation (assumed)", f"{report['launch_us']:g} µs"),
         (f"step of plain decoding, {_texts(report['batch'])}", f"{report['plain_ms']:.3f} ms"),
         (f"weights and a cache of {CAPACITY:,} tokens", f"{report['needed_gb']:.1f} GB"),
     ]
