@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cli import main
-from jaxspec.costs.rounds import LONGEST, Prediction, predicted_speedup, tokens_per_round
+from jaxspec.costs.rounds import LONGEST, Prediction, StepCosts, predicted_speedup, tokens_per_round
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan
@@ -24,7 +24,7 @@ from jaxspec.measuring.bench import device_profile as bench_profile
 from jaxspec.measuring.commands.search import _parts
 from jaxspec.measuring.output import show
 from jaxspec.measuring.tuning import mask_search as bench
-from jaxspec.measuring.tuning import objectives
+from jaxspec.measuring.tuning import objectives, round_costs
 from jaxspec.measuring.tuning.mask_search import search
 from jaxspec.measuring.tuning.masks import MaskSpace
 from jaxspec.measuring.tuning.proposals import FIRST, propose_bayesian, propose_random
@@ -204,17 +204,16 @@ def test_the_predicted_speed_up():
     assert predicted(0.0, plan).num_draft_tokens == 1
 
 
-@pytest.mark.full
-def test_costs_are_measured():
+def test_costs_are_those_of_steps_and_sublayers(monkeypatch):
+    """A layer of 3 ms is divided as its sublayers are; a round of 5 rows takes a step and the loop."""
     lm = LanguageModel(tiny.SMALL, tiny.params(tiny.SMALL))
-    told = []
-    costs = measure_costs(lm, repeats=2, on_progress=told.append)
-    assert min(costs.attention_ms, costs.mlp_ms, costs.rest_ms) >= 0
-    assert costs.draft_step_ms(LayerPlan.skipping(1)) > 0
-    assert [rows for rows, _ in costs.verify_ms] == [1, 5, 13]
-    assert all(ms > 0 for _, ms in costs.verify_ms)
-    assert told[:2] == ["compiling a draft, 1 of 7", "compiling a draft, 2 of 7"]
-    assert told[-2:] == [f"measuring the costs of a round's parts, turn {turn} of 2" for turn in (1, 2)]
+    full = ((1, 1, 4.0), (5, 1, 6.0), (13, 1, 10.0))
+    steps = StepCosts("d", "m", "float32", 1, 33, full, 0, 1.0, 0.0, loop_ms=0.5)
+    monkeypatch.setattr(round_costs, "remembered_step_costs", lambda lm, on_progress: (steps, True))
+    monkeypatch.setattr(round_costs, "sublayer_ms", lambda lm, live, repeats: {"attention": 0.2, "mlp": 0.4})
+    costs = measure_costs(lm, on_progress=lambda what: None)
+    assert costs == Costs(pytest.approx(1.0), pytest.approx(2.0), 1.0, ((1, 4.5), (5, 6.5), (13, 10.5)))
+    assert costs.draft_step_ms(LayerPlan.skipping(1)) == pytest.approx(4.0)
 
 
 @pytest.mark.full

@@ -317,7 +317,7 @@ COMMANDS = """
 import contextlib, functools, io, json, sys
 from pathlib import Path
 
-from jaxspec.measuring.bench import steps
+from jaxspec.measuring.bench import step_costs, steps
 from jaxspec.measuring.bench.suite_options import SuiteOptions
 from jaxspec.measuring.commands.bench import Bench
 from jaxspec.measuring.commands.compare import Compare
@@ -338,6 +338,7 @@ distributed.join(options, "model=8", "jaxspec")
 lm = ModelOptions(model=model, mesh="model=8").load()
 ModelOptions.load = lambda self, template=None: lm
 steps.ROUNDS, mask_search.measure_costs = 2, functools.partial(mask_search.measure_costs, repeats=1)
+step_costs.POINTS = ((1, 1), (5, 1))
 out = Path(folder) / number
 ngram, given, read = MethodsOptions("ngram"), {"prompt_file": (prompt,), "json": True}, PromptOptions((prompt,))
 

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
@@ -31,7 +30,6 @@ from jaxspec.programs import compiled
 from jaxspec.programs.buckets import prefill_chunk_size
 from jaxspec.protocol import Drafter, Proposal, State, View, Weights
 from jaxspec.sampling import Distribution, Greedy, seed_key
-from jaxspec.stopping import Constant
 
 # Tokens in the cache during a timing, steps per timing, and cache slots.
 LIVE, ROUNDS, CAPACITY = 32, 8, 128
@@ -166,48 +164,6 @@ class Steps(Loop):
         self.prefill = functools.partial(start, params, _request(lm, PREFILL, PREFILL), chunk_size=chunk_size)
         state = start(params, _request(lm, LIVE, capacity), chunk_size=LIVE)
         super().__init__(functools.partial(rounds, params), state)
-
-
-class DraftSteps(Loop):
-    """A draft of `rounds` tokens by the model itself under a mask, without verification.
-
-    A call takes the mask, bool[L, 2] (`LayerPlan.traced`); all masks share one executable.
-
-    Args:
-      lm: the model.
-    """
-
-    def __init__(self, lm: LanguageModel) -> None:
-        weights, num_layers = Weights(lm.params), lm.config.num_layers
-
-        def drafter(plan: jax.Array | LayerPlan) -> DraftVerify:
-            return DraftVerify(lm.config, plan, rule=Constant(), num_draft_tokens=ROUNDS)
-
-        parts = decoding.Parts(drafter(LayerPlan.skipping(num_layers)), GreedyAcceptor(), Greedy())
-
-        @jax.jit
-        def start(params: Weights, request: decoding.Request) -> Any:
-            merged = lm.mesh is None
-            begun = decoding.prefill(lm.config, params, parts, request, chunk_size=LIVE, merged=merged)
-            return compiled.constrained(lm.mesh, begun[0])
-
-        @functools.partial(jax.jit, donate_argnames="cache")
-        def draft(
-            params: Weights,
-            tokens: jax.Array,
-            length: jax.Array,
-            keys: jax.Array,
-            remembered: Any,
-            cache: KVCache,
-            plan: LayerPlan | jax.Array,
-        ) -> tuple[jax.Array, KVCache]:
-            view = View(tokens, length, cache, jnp.full_like(length, CAPACITY))
-            proposal, _, cache = drafter(plan).propose(keys, params, remembered, view, Greedy())
-            return proposal.tokens, compiled.constrained(lm.mesh, cache)
-
-        state = start(weights, _request(lm, LIVE, CAPACITY))
-        run = functools.partial(draft, weights, state.tokens, state.length, state.keys, state.drafter_state)
-        super().__init__(run, state.cache)
 
 
 class SubmodelSteps(Loop):
