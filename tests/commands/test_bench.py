@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec import methods
-from jaxspec.measuring.bench.carry import carried
 from jaxspec.measuring.bench.comparison import compare
 from jaxspec.measuring.bench.speed import (
     acceptance_by_position,
@@ -19,10 +18,10 @@ from jaxspec.measuring.bench.speed import (
     speed_ratio,
     tokens_per_second,
 )
+from jaxspec.measuring.bench.suite import carried
 from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.texts.results import Result, Statistics
 from jaxspec.texts.text import Token
-from tests import tiny
 
 
 def test_functions_take_turns():
@@ -255,30 +254,6 @@ def test_wrong_comparisons():
     with pytest.raises(ValueError, match="repeats is 0"):
         compare(lm, "x", {"ngram": methods.NGram()}, repeats=0)
     assert lm.calls == []
-
-
-@pytest.mark.slow
-def test_gamma_is_carried_from_text_to_text_where_asked():
-    lm, method = tiny.language_model(), methods.AdaSPEED(exit_layer=1, stop_rule=("product",), gamma=0.5)
-    asked, generate = {"AdaSPEED": [], "NGram": [], "Autoregressive": []}, lm.generate
-
-    def spied(prompt, *, method, **options):
-        result = generate(prompt, method=method, **options)
-        asked[type(method).__name__].append((getattr(method, "gamma", None), result.gamma))
-        return result
-
-    lm.generate = spied
-    runs = {"adaspeed": method, "ngram": methods.NGram()}
-    for carry in (True, False):
-        for calls in asked.values():
-            calls.clear()
-        report = compare(lm, [3, 4, 5], runs, repeats=2, carry_gamma=carry, max_new_tokens=9, ignore_eos=True)
-        started, ended = zip(*asked["AdaSPEED"], strict=True)
-        assert len(started) == 4  # two of the warm-up, two turns
-        assert started == ((0.5, *ended[:-1]) if carry else (0.5,) * 4)
-        assert len(set(started)) == (4 if carry else 1)
-        assert set(asked["NGram"]) == {(None, None)}
-    assert report["results"][1]["identical_to_autoregressive"]
 
 
 def test_a_gamma_is_not_given_to_a_method_that_has_no_such_option():

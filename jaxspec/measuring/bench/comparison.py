@@ -9,9 +9,10 @@ from typing import Any
 from jaxspec.console.tables import Table
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
-from jaxspec.measuring.bench.carry import carried
 from jaxspec.measuring.bench.speed import acceptance, first_token_ms, speed_ratio, tokens_per_second
+from jaxspec.measuring.bench.suite_options import check_count
 from jaxspec.measuring.bench.timing import Run, measure_runs
+from jaxspec.measuring.output import figure
 from jaxspec.methods import Method, registry
 from jaxspec.sampling import is_greedy
 from jaxspec.texts.requests import Messages, Prompt
@@ -40,7 +41,6 @@ def compare(
     methods: Mapping[str, Method],
     *,
     repeats: int = 3,
-    carry_gamma: bool = False,
     on_progress: OnProgress = lambda step: None,
     on_measured: Callable[[dict[str, Any]], None] = lambda report: None,
     **generation: Any,
@@ -55,8 +55,6 @@ def compare(
       prompt: text, token ids or messages.
       methods: the methods by their names in the result. The baseline, autoregressive, is added and comes first.
       repeats: number of timed texts per method.
-      carry_gamma: whether each text of a method starts from the final γ of its last text, as in the evaluation of
-        Draft & Verify; otherwise every text starts from γ0.
       on_progress: called with a description of the current step.
       on_measured: called after each text with a report in the form of the result, from the last text of each method
         that has generated, including those that are not counted.
@@ -72,14 +70,12 @@ def compare(
     Raises:
       ValueError: `repeats` is below 1, or an error of `lm.generate`.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats is {repeats}; give at least 1")
+    check_count("repeats", repeats)
     chosen = {BASELINE: registry.make(BASELINE, {})} | dict(methods)
     names = list(chosen)
 
     given = generation.get("temperature")
     sampling = not is_greedy(lm.defaults.get("temperature", 0.0) if given is None else given)
-    ended: dict[str, float | None] = {}
     last: dict[str, list[Result]] = {}
 
     def report(results: Mapping[str, list[Result]]) -> dict[str, Any]:
@@ -90,9 +86,7 @@ def compare(
 
     def run_of(name: str, method: Method) -> Run:
         def run(prompt: Any, turn: int) -> Result:
-            result: Result = lm.generate(prompt, method=carried(method, ended.get(name)), **generation)
-            if carry_gamma:
-                ended[name] = result.gamma
+            result: Result = lm.generate(prompt, method=method, **generation)
             last[name] = [result]
             if BASELINE in last:
                 on_measured(report(last))
@@ -132,17 +126,13 @@ def table(report: Mapping[str, Any]) -> Table:
             [
                 entry["method"],
                 str(entry["tokens"]),
-                _number(entry["first_token_ms"], 1),
-                _number(entry["tokens_per_second"], 1),
-                _number(entry["speedup"], 2),
-                _number(entry["mean_acceptance_length"], 2),
-                _number(entry["mean_acceptance_length_drafting"], 2),
-                _number(entry["draft_acceptance_rate"], 2),
+                figure(entry["first_token_ms"], 1),
+                figure(entry["tokens_per_second"], 1),
+                figure(entry["speedup"], 2),
+                figure(entry["mean_acceptance_length"], 2),
+                figure(entry["mean_acceptance_length_drafting"], 2),
+                figure(entry["draft_acceptance_rate"], 2),
                 "lossy" if entry["lossy"] else "–" if same is None else "yes" if same else "no",
             ]
         )
     return Table(_HEADINGS, rows)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jaxspec.model.sharding import fetched
 from jaxspec.programs.buckets import bucket, prefill_chunk_size
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
     """The first position at which two texts differ, in tokens from 0; None for equal texts.
 
     Examples:

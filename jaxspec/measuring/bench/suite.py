@@ -20,7 +20,6 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.measuring.bench.bench_records import Difference, Record
-from jaxspec.measuring.bench.carry import carried
 from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.free_rows import FreeRows, free_rows
 from jaxspec.measuring.bench.margins import first_difference, margin
@@ -75,6 +74,24 @@ def plan(tasks: Iterable[Task], options: SuiteOptions) -> list[Unit]:
             present = tuple(task for task in batch if len(task.turns) > turn)
             units.append(Unit(number, turn, present))
     return units
+
+
+def carried(method: Method, gamma: float | None) -> Method:
+    """Returns the method for a text that starts from the γ with which the method's previous text ended.
+
+    A method without an option `gamma` is returned unchanged.
+
+    Args:
+      method: an instance of one of `jaxspec.methods`.
+      gamma: `Result.gamma` of the previous text; None before the first text, or where no stop rule has an adaptive γ.
+
+    Examples:
+      >>> from jaxspec.methods import AdaSPEED
+      >>> carried(AdaSPEED(exit_layer=1), 0.7).gamma
+      0.7
+    """
+    changes: dict[str, Any] = {} if gamma is None or "gamma" not in method.options() else {"gamma": gamma}
+    return dataclasses.replace(method, **changes)
 
 
 def check_tokenizer(lm: LanguageModel) -> None:

@@ -30,11 +30,9 @@ class Compare(TextOptions):
 
     Attributes:
       repeats: how often each method runs, timed.
-      carry_gamma: start each text of a method from the γ that its last one ended with, as Draft & Verify evaluates.
     """
 
     repeats: int = 3
-    carry_gamma: bool = False
     compared: MethodsOptions = MethodsOptions()  # noqa: RUF009
 
     def run(self) -> int:
@@ -51,7 +49,6 @@ class Compare(TextOptions):
                 prompt,
                 self.compared.chosen(lm.config.num_layers),
                 repeats=self.repeats,
-                carry_gamma=self.carry_gamma,
                 on_progress=progress,
                 **self.generation(),
             )
@@ -79,6 +76,8 @@ def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
 def _texts(results: list[dict[str, Any]]) -> list[str]:
     """The text, once if all methods have the same; else that of plain decoding, and of the others from where they
     differ, or whole where texts are drawn at random."""
+    from jaxspec.measuring.bench.margins import first_difference
+
     plain = results[0]
     if plain["text"] is None:
         return []
@@ -89,9 +88,7 @@ def _texts(results: list[dict[str, Any]]) -> list[str]:
         if entry["identical_to_autoregressive"] is None:
             shown += [f"\ntext by {entry['method']}, drawn at random:", entry["text"]]
         elif entry["text"] != plain["text"]:
-            pairs = enumerate(zip(entry["text"], plain["text"], strict=False))
-            shorter = min(len(entry["text"]), len(plain["text"]))
-            at = next((at for at, (left, right) in pairs if left != right), shorter)
+            at = first_difference(entry["text"], plain["text"]) or 0
             shown += [
                 f"\ntext by {entry['method']}, from character {at + 1} where it differs:",
                 entry["text"][at:],
