@@ -67,12 +67,12 @@ def counted(bench: Workbench, masks: Masks) -> tuple[Counted, dict[Case, Draft]]
     tuned = tuning.count({case: masks.counting(drafts[case]) for case in drafts if case not in tried.same})
     tuned |= {case: tuned[other] for case, other in tried.same.items()}
     chosen = choose(tuned, columns)
-    for row, numbers in asd_sweep.ablation(ASDNumbers()).items():
+    for row, numbers in asd_runs.ablation(ASDNumbers()).items():
         drafts[Case(row, "")] = numbers
         chosen[row] = {column.heading: Case(row, "") for column in columns}
     # The ablation of the fastest setting that has all rules.
     for heading, case in chosen.pop(ALL_TUNED, {}).items():
-        for row, numbers in asd_sweep.ablation(tried.numbers[case]).items():
+        for row, numbers in asd_runs.ablation(tried.numbers[case]).items():
             part = Case(row + OF_TUNED, f"with {_shown(tried.numbers[case])}")
             drafts[part] = numbers
             chosen.setdefault(part.row, {})[heading] = part

@@ -13,7 +13,7 @@ from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.tables import Table
 from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
-from jaxspec.measuring.output import show
+from jaxspec.measuring.output import figure, show
 from jaxspec.measuring.tuning.tuning_options import ASDGrid, PromptOptions, S2DGrid, Sweep
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _acceptance(report: dict[str, Any]) -> Iterator[str | Table]:
     for row in report["results"]:
         shares = (row["draft_acceptance_rate"], row["tokens_per_round"])
         counts = (str(row["rounds"]), str(row["num_draft_tokens"]))
-        rows.append([row["candidate"], *counts, *("–" if one is None else f"{one:.2f}" for one in shares)])
+        rows.append([row["candidate"], *counts, *(figure(one, 2) for one in shares)])
     headings = ("candidate", "rounds", "drafted", "acceptance rate", "tokens per round")
     yield Table(headings, rows, name=30)
     yield f"written to {report['output']}, for --method auto"
@@ -237,24 +237,17 @@ def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
     if "exits" in report:
         title += f", exits after {', '.join(map(str, report['exits']))} layers"
     columns = _COLUMNS[report["method"]]
-    for rows, first, caption in (
-        (report["results"][:_SHOWN], "turns", title),
-        (report.get("ablation"), "rules", "ablation of the rules"),
-    ):
-        if not rows:
-            continue
-        yield caption
-        headings = (first, *columns, "acceptance rate", "tokens/s", "speed-up")
-        cells = []
-        for row in rows:
-            rate = row["draft_acceptance_rate"]
-            figures = [
-                "–" if rate is None else f"{rate:.2f}",
-                f"{row['tokens_per_second']:.1f}",
-                f"{row['score']:.2f}",
-            ]
-            cells.append([str(row[first]), *(cell(row) for cell in columns.values()), *figures])
-        yield Table(headings, cells, name=30)
+    digits = {"draft_acceptance_rate": 2, "tokens_per_second": 1, "score": 2}
+    yield title
+    rows = [
+        [
+            str(row["turns"]),
+            *(cell(row) for cell in columns.values()),
+            *(figure(row[name], count) for name, count in digits.items()),
+        ]
+        for row in report["results"][:_SHOWN]
+    ]
+    yield Table(("turns", *columns, "acceptance rate", "tokens/s", "speed-up"), rows, name=30)
     different = f", {report['distinct']} different on these prompts" if "distinct" in report else ""
     yield f"{report['settings']} settings{different}"
     yield f"written to {report['output']}, for --method {report['method']}"

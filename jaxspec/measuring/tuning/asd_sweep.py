@@ -25,8 +25,6 @@ from jaxspec.model.sharding import fetched
 # Values of m and n in Table 2 of the paper; 0 turns a rule off.
 EVERYS, KEEP_LASTS = (0, 2, 3, 4, 5), (0, 1, 2, 3)
 _QUANTILES = (0.2, 0.4, 0.6, 0.8)
-# The ablation uses one of this many fastest settings with all rules on: the one whose rows differ most.
-_BASES = 12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,16 +101,6 @@ def masks_of(similarities: jax.Array | np.ndarray, settings: Sequence[ASDNumbers
     return np.asarray(admg(jnp.asarray(similarities), *numbers))
 
 
-def ablation(setting: ASDNumbers) -> dict[str, ASDNumbers]:
-    """The rows of the paper's ablation (Table 5) for a setting with all rules on, by name."""
-    return {
-        "all rules": setting,
-        "cosine and rule 2": dataclasses.replace(setting, every=0),
-        "cosine alone": dataclasses.replace(setting, every=0, keep_last=0),
-        "rules 1 and 2": dataclasses.replace(setting, alpha=1.0),
-    }
-
-
 @shows_progress
 def tune_asd(
     lm: LanguageModel,
@@ -126,8 +114,8 @@ def tune_asd(
     """Measures the speed-up of each setting (α, m, n) over plain decoding, alternating with it.
 
     Settings with the same masks on every prompt share a measurement. Every group is measured once; then the
-    fastest groups and the rows of the paper's ablation are measured again, `sweep.repeats` times. An interrupt
-    (Ctrl-C) ends the sweep; the finished measurements are returned.
+    fastest groups are measured again, `sweep.repeats` times. An interrupt (Ctrl-C) ends the sweep; the finished
+    measurements are returned.
 
     Args:
       lm: the model.
@@ -141,8 +129,7 @@ def tune_asd(
       `results`, the best first: `alpha`, `every`, `keep_last`, `same_masks` (the number of settings with these
       masks), `skipped_attention`, `skipped_mlp` (means over the prompts), `turns`, `score` (the speed-up, the
       median over the turns), `tokens_per_second`, `plain_tokens_per_second`, `draft_acceptance_rate`;
-      `ablation`, such rows with `rules`, for a fast setting with all rules on; `similarities` (`min`, `mean`,
-      `max`), `settings`, `distinct`, `interrupted`.
+      `similarities` (`min`, `mean`, `max`), `settings`, `distinct`, `interrupted`.
 
     Raises:
       ValueError: a value is outside its range, or no setting skips a sublayer.
@@ -163,21 +150,10 @@ def tune_asd(
         )
     on_progress("compiling")
     speed = Speed(lm, prompts, sweep.max_new_tokens, _drafter(lm, found[0].settings[0]))
-    rows: dict[str, tuple[ASDNumbers, Group]] = {}
-
-    def also(fastest: list[Group]) -> list[Group]:
-        rows.update(_ablation_rows(fastest, similarities))
-        return [group for _, group in rows.values()]
-
     race = Race[Group](lambda group: speed(_drafter(lm, group.settings[0])), sweep.repeats, _row, on_measured)
-    race.run(found, also)
+    race.run(found)
     return {
         "results": race.results(),
-        "ablation": [
-            {"rules": name, **_row(group, turns), **dataclasses.asdict(setting)}
-            for name, (setting, group) in rows.items()
-            if (turns := race.turns(group))
-        ],
         "similarities": {
             "min": float(similarities.min()),
             "mean": float(similarities.mean()),
@@ -191,27 +167,6 @@ def tune_asd(
 
 def _drafter(lm: LanguageModel, setting: ASDNumbers) -> ASD:
     return ASD(lm.config, jnp.float32(setting.alpha), jnp.int32(setting.every), jnp.int32(setting.keep_last))
-
-
-def _ablation_rows(fastest: Sequence[Group], similarities: np.ndarray) -> dict[str, tuple[ASDNumbers, Group]]:
-    """The ablation of a fast setting with all rules on, by name; rows without skipped sublayers are left out."""
-    complete = [s for group in fastest for s in group.settings if s.rules == 3]
-    if not complete:
-        return {}
-    by_masks = {group.plans.tobytes(): group for group in fastest}
-
-    def named(base: ASDNumbers) -> dict[str, tuple[ASDNumbers, Group]]:
-        return {
-            name: (setting, by_masks.get(group.plans.tobytes(), group))
-            for name, setting in ablation(base).items()
-            for group in grouped(similarities, [setting])
-        }
-
-    def distinct_masks(rows: dict[str, tuple[ASDNumbers, Group]]) -> int:
-        return len({group for _, group in rows.values()})
-
-    # In a shallow model, a rule may not change the masks of a setting.
-    return max((named(base) for base in complete[:_BASES]), key=distinct_masks)
 
 
 def _row(group: Group, turns: Sequence[Turn]) -> dict[str, Any]:

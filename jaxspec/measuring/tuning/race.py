@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 Candidate = TypeVar("Candidate", bound=Hashable)
@@ -41,12 +41,8 @@ class Race(Generic[Candidate]):
         self._total = 0
         self.interrupted = False
 
-    def run(
-        self,
-        candidates: Sequence[Candidate],
-        also: Callable[[list[Candidate]], Iterable[Candidate]] = lambda fastest: (),
-    ) -> None:
-        """Runs both heats; `also` takes the candidates by speed and returns extra candidates for the second heat.
+    def run(self, candidates: Sequence[Candidate]) -> None:
+        """Runs both heats.
 
         Raises:
           KeyboardInterrupt: interrupted before the first turn was done.
@@ -56,8 +52,7 @@ class Race(Generic[Candidate]):
             for candidate in candidates:
                 self._turn(candidate, self._once)
             fastest = sorted(candidates, key=lambda one: -self._once[one][0]["score"])
-            finalists = list(dict.fromkeys([*fastest[:FINALISTS], *also(fastest)]))
-            self._total = len(candidates) + self._repeats * len(finalists)
+            finalists = fastest[:FINALISTS]
             for turn in range(self._repeats):
                 for candidate in finalists if turn % 2 == 0 else reversed(finalists):
                     self._turn(candidate, self._again)
