@@ -1,1 +1,1 @@
-"""The commands of measurements, and `convert`, which can measure int8; see the table in `jaxspec.cli`."""
+"""The commands of measurements, and `convert`; see the table in `jaxspec.cli`."""

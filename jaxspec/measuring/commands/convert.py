@@ -32,15 +32,12 @@ class Convert:
       to: the layout to write. huggingface: config.json and safetensors, for `--model` and transformers.
         orbax: config.json and an Orbax directory `params`.
       dtype: dtype of the new weights. Default auto: that of the source; float32 for quantised weights.
-      int8: print how much the loss on a short text increases with --weights int8 (`jaxspec generate`), and the
-        agreement of greedy choices. It takes memory for the model in float32 and in int8.
     """
 
     src: Annotated[str, Positional]
     dst: Annotated[str, Positional]
     to: Layout = "huggingface"
     dtype: Dtype | None = None
-    int8: bool = False
 
     def run(self) -> int:
         """Converts; returns the exit status."""
@@ -64,15 +61,13 @@ class Convert:
             config, params = _read(source, self.dtype)
             generation = checkpoint.generation_defaults(source)
             trained_for = checkpoint.read_trained_for(source, config)
-            report = _fidelity(source, config, params, progress) if self.int8 else []
             progress(f"writing {destination}")
             config_json(config, "float32", trained_for)  # raises before any file is written
             # Tokenizer files first: config.json is written last, so an interrupted conversion is not a valid model.
             destination.mkdir(parents=True, exist_ok=True)
             tokenizer.copy_files(source, destination)
             save(destination, config, params, generation=generation, trained_for=trained_for)
-        for line in (f"wrote {destination} ({_summary(self.to, config, params)})", *report):
-            tell(line)
+        tell(f"wrote {destination} ({_summary(self.to, config, params)})")
         return 0
 
 
@@ -110,20 +105,6 @@ def _read(source: Path, dtype: Dtype | None) -> tuple[LlamaConfig, Params]:
         config = checkpoint.read_config(source)
         wanted = checkpoint.stored_dtype(source) if wanted is None else wanted
         return config, checkpoint.load_params(source, config, wanted)
-
-
-def _fidelity(source: Path, config: LlamaConfig, params: Params, progress: Progress) -> list[str]:
-    """Returns lines about the fidelity of int8, see `tuning.fidelity`."""
-    import jax
-
-    from jaxspec.io import checkpoint
-    from jaxspec.loading.loading import devices_of, find_tokenizer
-    from jaxspec.measuring.tuning import fidelity
-
-    text = fidelity.held_out_text(checkpoint.directory_of(source))
-    with jax.default_device(devices_of("cpu")[0]):
-        found = fidelity.measure(config, params, find_tokenizer(source), text, on_progress=progress)
-    return fidelity.lines(found)
 
 
 def _summary(layout: Layout, config: LlamaConfig, params: Params) -> str:
