@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.costs.expectations import Expectation
-from jaxspec.host.files import write_json
 from jaxspec.host.messages import brief_errors, shown
-from jaxspec.io.methods.method_files import check_model, read_format
+from jaxspec.io.methods.method_files import check_model, read_format, write_found
 from jaxspec.io.records import record
 
 FORMAT = "jaxspec.acceptance/2"
@@ -25,7 +24,7 @@ def write_acceptance(
 ) -> None:
     """Writes the expected acceptance of each candidate, by name; `model` is the model's fingerprint."""
     candidates = {name: dataclasses.asdict(one) for name, one in expected.items()}
-    write_json(path, {"format": FORMAT, "model": model, "candidates": candidates, "found_by": found_by})
+    write_found(path, FORMAT, found_by, model=model, candidates=candidates)
 
 
 @brief_errors()

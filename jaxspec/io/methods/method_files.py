@@ -159,15 +159,8 @@ def _sampled_rows(config: LlamaConfig, params: Params) -> list[jax.Array]:
 
 def write_plan(path: str | os.PathLike[str], model: str, plan: LayerPlan, found_by: dict[str, Any]) -> None:
     """Writes a plan; `model` is the model's fingerprint, `found_by` describes the search."""
-    content = {
-        "format": PLAN_FORMAT,
-        "model": model,
-        "num_layers": plan.num_layers,
-        "skip_attention": list(plan.skip_attention),
-        "skip_mlp": list(plan.skip_mlp),
-        "found_by": found_by,
-    }
-    write_json(path, content)
+    skipped = {"skip_attention": list(plan.skip_attention), "skip_mlp": list(plan.skip_mlp)}
+    write_found(path, PLAN_FORMAT, found_by, model=model, num_layers=plan.num_layers, **skipped)
 
 
 @brief_errors()
@@ -203,8 +196,7 @@ def write_asd(
     path: str | os.PathLike[str], model: str, numbers: ASDNumbers, found_by: dict[str, Any]
 ) -> None:
     """Writes ASD's numbers for the model of this fingerprint."""
-    content = {"format": ASD_FORMAT, "model": model, **dataclasses.asdict(numbers), "found_by": found_by}
-    write_json(path, content)
+    write_found(path, ASD_FORMAT, found_by, model=model, **dataclasses.asdict(numbers))
 
 
 @brief_errors()
@@ -318,15 +310,8 @@ def write_thresholds(
 
     `target` and `draft` are fingerprints.
     """
-    content = {
-        "format": THRESHOLDS_FORMAT,
-        "target": target,
-        "draft": draft,
-        "exits": list(exits),
-        "thresholds": [*thresholds, 0.0],
-        "found_by": found_by,
-    }
-    write_json(path, content)
+    of = {"target": target, "draft": draft, "exits": list(exits), "thresholds": [*thresholds, 0.0]}
+    write_found(path, THRESHOLDS_FORMAT, found_by, **of)
 
 
 @brief_errors()
@@ -354,6 +339,11 @@ def read_thresholds(
             "0 for the last; make them with `jaxspec tune --method s2d`"
         )
     return list(numbers[:-1])
+
+
+def write_found(path: str | os.PathLike[str], form: str, found_by: dict[str, Any], **content: Any) -> None:
+    """Writes a JSON file of a command: its format, what it found, and how."""
+    write_json(path, {"format": form, **content, "found_by": found_by})
 
 
 @brief_errors()

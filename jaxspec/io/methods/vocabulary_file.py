@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.host.files import no_file, write_json
+from jaxspec.host.files import no_file
 from jaxspec.host.messages import brief_errors, shown
-from jaxspec.io.methods.method_files import check_model, read_format
+from jaxspec.io.methods.method_files import check_model, read_format, write_found
 from jaxspec.io.records import record
 
 VOCABULARY_FORMAT = "jaxspec.vocab/1"
@@ -62,16 +62,8 @@ def write_vocabulary(
     path: str | os.PathLike[str], model: str, vocab_size: int, ranking: Ranking, found_by: dict[str, Any]
 ) -> None:
     """Writes a ranking, whole or not at all; `model` is the fingerprint of its model, which has `vocab_size` tokens."""
-    content = {
-        "format": VOCABULARY_FORMAT,
-        "model": model,
-        "vocab_size": vocab_size,
-        "num_counted": ranking.num_counted,
-        "always": list(ranking.always),
-        "ids": list(ranking.ids),
-        "found_by": found_by,
-    }
-    write_json(path, content)
+    of = {"always": list(ranking.always), "ids": list(ranking.ids), "num_counted": ranking.num_counted}
+    write_found(path, VOCABULARY_FORMAT, found_by, model=model, vocab_size=vocab_size, **of)
 
 
 @brief_errors()
