@@ -30,7 +30,7 @@ LINES = {
     "host": 698,
     "io": 4100,
     "loading": 494,
-    "measuring": 6000,
+    "measuring": 5988,
     "methods": 1490,
     "model": 2155,
     "programs": 1063,

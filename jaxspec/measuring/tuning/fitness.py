@@ -306,64 +306,52 @@ def checks(report: Mapping[str, Any], gate: Gate | None = None) -> list[Check]:
     """
     gate = Gate() if gate is None else gate
     kinds = report["kinds"]
-    answers = [kind for kind in kinds.values() if kind["accuracy"] is not None]
-    text = [kind for kind in kinds.values() if kind["accuracy"] is None]
-    found: list[Check] = []
-
-    def at_least(name: str, value: float | None, bound: float) -> None:
-        found.append(Check(name, value, f"at least {bound:g}", value is not None and value >= bound))
-
-    def at_most(name: str, value: float | None, bound: float) -> None:
-        found.append(Check(name, value, f"at most {bound:g}", value is not None and value <= bound))
-
+    every = list(kinds.values())
+    answers = [kind for kind in every if kind["accuracy"] is not None]
+    text = [kind for kind in every if kind["accuracy"] is None]
     depth = len(report["write_rms"]["mlp"])
     quarter, three_quarters = quarter_exit(depth), max(1, round(3 * depth / 4))
+    # Name, value, lower and upper bound.
+    rows: list[tuple[str, float | None, float | None, float | None]] = []
     for name, some, bounds in (
         ("answers", answers, (gate.answers_from_quarter, gate.answers_from_three_quarters)),
         ("open text", text, (gate.text_from_quarter, gate.text_from_three_quarters)),
     ):
-        if some:
-            loss = pooled(some, "loss")
-            for layers, bound in zip((quarter, three_quarters), bounds, strict=True):
-                at_least(
-                    f"loss on {name} falls from {layers} to {depth} layers",
-                    loss[layers - 1] - loss[-1],
-                    bound,
-                )
-    every = list(kinds.values())
+        loss = pooled(some, "loss") if some else []
+        for layers, bound in zip((quarter, three_quarters), bounds, strict=True) if some else ():
+            falls = f"loss on {name} falls from {layers} to {depth} layers"
+            rows.append((falls, loss[layers - 1] - loss[-1], bound, None))
     agreement = pooled(every, "agreement")[quarter - 1]
-    low, high = gate.quarter_agreement
-    found.append(
-        Check(
-            f"agreement of exit {quarter}", agreement, f"from {low:g} to {high:g}", low <= agreement <= high
-        )
-    )
-    ranked = [kind for kind in every if kind["auroc"][quarter - 1] is not None]
-    at_least(
-        f"AUROC of confidence at exit {quarter}",
-        float(np.average([k["auroc"][quarter - 1] for k in ranked], weights=[k["tokens"] for k in ranked]))
-        if ranked
-        else None,
-        gate.auroc,
-    )
-    at_most(
-        f"calibration error at exit {quarter}",
-        pooled(every, "calibration_error")[quarter - 1],
-        gate.calibration_error,
-    )
+    rows.append((f"agreement of exit {quarter}", agreement, *gate.quarter_agreement))
+    ranked = [
+        (kind["auroc"][quarter - 1], kind["tokens"])
+        for kind in every
+        if kind["auroc"][quarter - 1] is not None
+    ]
+    area = sum(a * count for a, count in ranked) / sum(count for _, count in ranked) if ranked else None
+    rows.append((f"AUROC of confidence at exit {quarter}", area, gate.auroc, None))
+    error = pooled(every, "calibration_error")[quarter - 1]
+    rows.append((f"calibration error at exit {quarter}", error, None, gate.calibration_error))
     if answers:
-        at_least("mean confidence on answers", pooled(answers, "confidence")[-1], gate.confidence)
+        rows.append(("mean confidence on answers", pooled(answers, "confidence")[-1], gate.confidence, None))
     writes = np.mean([report["write_rms"]["attention"], report["write_rms"]["mlp"]], axis=0)
     third = max(1, depth // 3)
     bottom, top = float(writes[:third].mean()), float(writes[-third:].mean())
-    at_most(
-        "write RMS, first and last third", max(bottom, top) / max(min(bottom, top), 1e-12), gate.write_ratio
-    )
-    at_most(f"repeated {GRAM}-grams", report["repeated"], gate.repeated)
+    ratio = max(bottom, top) / max(min(bottom, top), 1e-12)
+    rows.append(("write RMS, first and last third", ratio, None, gate.write_ratio))
+    rows.append((f"repeated {GRAM}-grams", report["repeated"], None, gate.repeated))
     for kind, bound in gate.accuracy.items():
         if kind in kinds and kinds[kind]["accuracy"] is not None:
-            at_least(f"accuracy on {kind}", kinds[kind]["accuracy"][-1], bound)
-    return found
+            rows.append((f"accuracy on {kind}", kinds[kind]["accuracy"][-1], bound, None))
+    return [_check(*row) for row in rows]
+
+
+def _check(name: str, value: float | None, least: float | None, most: float | None) -> Check:
+    wanted = f"at least {least:g}" if most is None else f"at most {most:g}"
+    if least is not None and most is not None:
+        wanted = f"from {least:g} to {most:g}"
+    low, high = -np.inf if least is None else least, np.inf if most is None else most
+    return Check(name, value, wanted, value is not None and low <= value <= high)
 
 
 def quarter_exit(depth: int) -> int:
