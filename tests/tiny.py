@@ -30,6 +30,7 @@ from jaxspec.drafting.s2d_drafter import S2D
 from jaxspec.drafting.suffix_drafter import Suffix
 from jaxspec.drafting.token_recycling_drafter import TokenRecycling
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
+from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads.dflash.drafter import DFlash
 from jaxspec.heads.dflash.network import DFlashConfig
 from jaxspec.heads.eagle.drafter import Eagle
@@ -51,7 +52,7 @@ from jaxspec.model.quantisation import quantise
 from jaxspec.model.tree import Shape
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Weights
-from jaxspec.sampling import Distribution, Greedy
+from jaxspec.sampling import Distribution, Greedy, Sampling
 from jaxspec.stopping import (
     AdaptiveGamma,
     AdaptiveLength,
@@ -71,7 +72,6 @@ from jaxspec.testing.loop import (
     generated,
     greedy,
     log_probs,
-    mixed_distribution,
     prefill,
     run_rounds,
     view,
@@ -87,11 +87,21 @@ from jaxspec.testing.models import (
     engine_config,
     language_model,
     params,
-    small_model,
     tokenizer,
 )
 
 # Parts
+
+
+def mixed_distribution() -> Sampling:
+    """Returns a sampling distribution for three rows, of which the first is greedy."""
+    return Sampling(jnp.array([0.0, 1.0, 0.7]))
+
+
+@functools.cache
+def small_model() -> LanguageModel:
+    """Returns a model of one layer that drafts for `language_model` in tests of `draft-model`."""
+    return language_model(SMALL, "small")
 
 
 def probe(width: int = TARGET.hidden_size) -> Probe:

@@ -24,7 +24,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Acceptor, Drafter, Prefill, Proposal, View, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 from jaxspec.testing import distributions, reference
-from jaxspec.testing.loop import Loop, committed, generated, num_compiled, run_rounds, view
+from jaxspec.testing.loop import Loop, committed, generated, greedy, num_compiled, run_rounds, view
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
 # Prompts and budgets of different lengths; the last prompt repeats itself.
@@ -247,23 +247,16 @@ def check_greedy_text(loop: Loop) -> None:
     found = loop.texts(PROMPTS, BUDGETS)
     rows = range(len(PROMPTS)) if isinstance(loop.parts.acceptor, GreedyAcceptor) else [0]
     for row in rows:
-        _same(found[row], _greedy(loop.config, PROMPTS[row], BUDGETS[row]), row)
-    ends = tuple(_greedy(loop.config, PROMPTS[0], 12)[4:6])
+        _same(found[row], greedy(PROMPTS[row], BUDGETS[row], (), loop.config), row)
+    ends = tuple(greedy(PROMPTS[0], 12, (), loop.config)[4:6])
     state, _ = loop.begin(PROMPTS, BUDGETS, eos=ends)
     state, _ = loop.go_on(state)
     for row in rows:
-        _same(generated(state, PROMPTS)[row], _greedy(loop.config, PROMPTS[row], BUDGETS[row], ends), row)
+        _same(generated(state, PROMPTS)[row], greedy(PROMPTS[row], BUDGETS[row], ends, loop.config), row)
 
 
 def _same(found: Sequence[int], expected: Sequence[int], row: int) -> None:
     assert list(found) == list(expected), f"row {row}: the text is {found}, plain decoding's {expected}"
-
-
-@functools.cache
-def _greedy(
-    config: LlamaConfig, prompt: tuple[int, ...], budget: int, eos: tuple[int, ...] = ()
-) -> tuple[int, ...]:
-    return tuple(reference.greedy(config, params(config), prompt, budget, eos))
 
 
 def check_seeded_text(loop: Loop) -> None:

@@ -17,7 +17,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import View, Weights
-from jaxspec.sampling import Sampling, seed_key
+from jaxspec.sampling import seed_key
 from jaxspec.testing import reference
 from jaxspec.testing.models import CAPACITY, TARGET, params
 
@@ -106,11 +106,6 @@ def view(state: DecodeState) -> View:
     """Returns the drafter's view of a state, as a round computes it."""
     budget = jnp.where(state.done, 0, state.limit - state.length - 1)
     return View(state.tokens, state.length, state.cache, budget)
-
-
-def mixed_distribution() -> Sampling:
-    """Returns a sampling distribution for three rows, of which the first is greedy."""
-    return Sampling(jnp.array([0.0, 1.0, 0.7]))
 
 
 def generated(state: DecodeState, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -93,9 +93,3 @@ def tokenizer(chat_template: str | None = None) -> Tokenizer:
     return Tokenizer(
         PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **special)
     )
-
-
-@functools.cache
-def small_model() -> LanguageModel:
-    """Returns a model of one layer that drafts for `language_model` in tests of `draft-model`."""
-    return language_model(SMALL, "small")
