@@ -102,9 +102,10 @@ def test_each_node_sees_its_own_path_alone(monkeypatch, capacity, window, merged
     )
     for row, node in [(row, node) for row in range(2) for node in range(NODES)]:
         path = [0, *(n + 1 for n in path_to(parents[row], node))]
-        chain = llama.embed(config, weights, jnp.asarray(drafts[:, path]))
+        # Padded, so that paths of all lengths are one program; a token does not see those after it.
+        chain = llama.embed(config, weights, jnp.asarray(drafts[:, path + [0] * (DEPTH + 1 - len(path))]))
         alone, after = forward(weights, chain, start, cache)
-        np.testing.assert_allclose(hidden[row, node + 1], alone[row, -1], atol=2e-5)
+        np.testing.assert_allclose(hidden[row, node + 1], alone[row, len(path) - 1], atol=2e-5)
         if node == NODES - 1:
             moved = kv.move(written, start, jnp.array([path, path]), max(path) + 1)
             found = tiny.committed(moved, row, starts[row] + len(path))
