@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 PERSON = {
@@ -252,3 +253,54 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "#"}, "no text matches"),
     ({"enum": ["\ud800"]}, "a character that is no text"),
 ]
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> Any:
+    """A schema of the keywords that can be expressed."""
+    kinds = ["string", "integer", "number", "enum", "union", "boolean"] + ["object", "array", "object"] * (
+        depth > 0
+    )
+    kind = rng.choice(kinds)
+    if kind == "enum":
+        return {"enum": rng.sample(["a", 'b"', 1, 2.5, None, True, [1], {"k": "v"}], rng.randint(1, 4))}
+    if kind == "union":
+        return {"anyOf": [random_schema(rng, depth - 1), random_schema(rng, depth - 1)]}
+    schema: dict[str, Any] = {"type": kind if rng.random() < 0.8 else [kind, "null"]}
+    low, high = sorted((rng.randint(-30, 30), rng.randint(-30, 30)))
+
+    def some(**keywords: Any) -> None:
+        schema.update({key: value for key, value in keywords.items() if rng.random() < 0.5})
+
+    if kind == "string":
+        some(
+            minLength=rng.randint(0, 2),
+            maxLength=rng.randint(2, 6),
+            pattern=rng.choice(["^[a-c]*$", "x", "[^é]$"]),
+        )
+    elif kind in ("integer", "number"):
+        scale = 1 if kind == "integer" else 8
+        some(minimum=low / scale, maximum=high / scale)
+    elif kind == "array":
+        some(items=random_schema(rng, depth - 1), minItems=rng.randint(0, 2), maxItems=rng.randint(2, 4))
+        some(prefixItems=[random_schema(rng, depth - 1) for _ in range(rng.randint(1, 2))])
+    elif kind == "object":
+        names = rng.sample(["a", "ab", "b c", "é", 'q"'], rng.randint(0, 4))
+        some(properties={name: random_schema(rng, depth - 1) for name in names})
+        some(required=[name for name in names if rng.random() < 0.5], maxProperties=rng.randint(1, 4))
+        some(additionalProperties=rng.choice([False, True, random_schema(rng, depth - 1)]), minProperties=1)
+    return schema
+
+
+def random_value(rng: random.Random, depth: int = 2) -> Any:
+    """A value that may or may not match such a schema."""
+    kind = rng.choice(
+        ["string", "integer", "number", "null", "boolean", *(["object", "array"] * (depth > 0) * 2)]
+    )
+    if kind == "object":
+        names = sorted(rng.sample(["a", "ab", "b c", "é", 'q"', "z"], rng.randint(0, 3)))
+        return {name: random_value(rng, depth - 1) for name in names}
+    if kind == "array":
+        return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 3))]
+    if kind == "string":
+        return "".join(rng.choice('abcx"é') for _ in range(rng.randint(0, 5)))
+    return {"integer": rng.randint(-20, 20), "number": rng.randint(-90, 90) / 8, "null": None}.get(kind, True)

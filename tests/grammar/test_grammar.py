@@ -24,7 +24,7 @@ from jaxspec.grammar.table import token_table
 from jaxspec.io.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.files.test_tokenizer import directory as small_directory
 from tests.files.test_tokenizer import tokenizer as small_tokenizer
-from tests.grammar.schemas import PERSON, REFUSED, SCHEMAS
+from tests.grammar.schemas import PERSON, REFUSED, SCHEMAS, random_schema, random_value
 
 SMOLLM2 = (
     Path(__file__).parents[3] / "shared/data/models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -226,6 +226,21 @@ def test_a_schema_allows_its_values_and_no_others(schema, name):
         value = json.loads(text)
         check.validate(value)
         assert accepts(table(Grammar.json_schema(given)), text.encode())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_schemas(seed):
+    rng = random.Random(seed)
+    schema = random_schema(rng)
+    check = jsonschema.Draft202012Validator(schema)
+    values = [random_value(rng) for _ in range(300)]
+    made = table(Grammar.json_schema(schema))
+    for _ in range(10):
+        value = json.loads(bytes(walk(made, rng)))
+        check.validate(value)
+        assert all(accepts(made, text.encode()) for text in layouts(value))
+    for value in values:
+        assert check.is_valid(value) or not any(accepts(made, text.encode()) for text in layouts(value))
 
 
 def text_ids(used, text: str) -> list[int]:
