@@ -227,8 +227,7 @@ def forward(
             stream.append(x)
     head = params["embed"] if config.tie_embeddings else params["head"]
     products = _norm(config, x, params["norm"]) @ head.T
-    logits = _capped(products * config.logit_multiplier, config.logit_cap)
-    return logits
+    return _capped(products * config.logit_multiplier, config.logit_cap)
 
 
 def greedy(

@@ -103,6 +103,15 @@ def check_passes(config, form, *passes):
         np.testing.assert_array_equal(found[-1:], alone)
 
 
+@pytest.mark.full
+@pytest.mark.representatives("gemma-bfloat16", "olmo-float32", "granite-float32")
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8 weights"])
+@pytest.mark.parametrize("block", ["gemma", "olmo", "granite"])
+def test_logits_of_other_blocks_do_not_depend_on_the_pass(block, form):
+    config = dataclasses.replace(tiny.with_block(block, tiny.TARGET), exact=True)
+    check_passes(config, form, ([2] * 15, 64, 1), ([3, 5, 8, 14], 32, 3), ([30], 256, 3))
+
+
 @pytest.mark.representatives("float32")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "8-bit cache"])
 def test_logits_and_caches_do_not_depend_on_the_history(form):

@@ -107,14 +107,27 @@ def loop_in_int8(combination, distribution=None, config=None):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_method_writes_the_text_of_plain_decoding(drafter, kv_cache_dtype):
+    check_text(drafter, dataclasses.replace(tiny.config_of(drafter), kv_cache_dtype=kv_cache_dtype))
+
+
+def check_text(drafter, config):
     """With the same weights in int8; the slow decoder computes in float64 with the dequantised weights."""
     rule = "confidence" if tiny.DRAFTERS[drafter].has_rule else "-"
-    config = dataclasses.replace(tiny.config_of(drafter), kv_cache_dtype=kv_cache_dtype)
     loop = loop_in_int8(tiny.Combination(drafter, rule, "greedy"), Greedy(), config)
     texts = loop.texts(PROMPTS, BUDGETS)
     wide = reference.as_float64(loop.weights.target)
     for prompt, budget, text in zip(PROMPTS, BUDGETS, texts, strict=True):
         assert text == reference.greedy(loop.config, wide, prompt, budget)
+
+
+@pytest.mark.full
+@pytest.mark.representatives("gemma-layerskip", "olmo-draft-model")
+@pytest.mark.parametrize("drafter", ["layerskip", "draft-model", "medusa-tree"])
+@pytest.mark.parametrize("block", ["gemma", "olmo", "granite"])
+def test_blocks_of_families_in_int8_write_the_text_of_plain_decoding(block, drafter):
+    """With weights and cache in int8."""
+    config = dataclasses.replace(tiny.with_block(block, tiny.config_of(drafter)), kv_cache_dtype="int8")
+    check_text(drafter, config)
 
 
 @pytest.mark.full

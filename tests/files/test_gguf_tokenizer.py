@@ -82,6 +82,9 @@ def learned(texts):
         ("llama-bpe", [" ", "123", "45", "   ", " ", "7", "!\n"]),
         ("qwen2", [" ", "1", "2", "3", "4", "5", "   ", " ", "7", "!\n"]),
         ("tekken", [" ", "1", "2", "3", "4", "5", "   ", " ", "7", "!\n"]),
+        ("exaone4", [" 12345", "   ", " 7", "!", "\n"]),
+        ("exaone", [" ", "1", "2", "3", "4", "5", "  ", "  ", "7", "!", "\n"]),
+        ("dbrx", [" ", "123", "45", "   ", " ", "7", "!\n"]),
     ],
 )
 def test_splits(made, pre, cut):
@@ -115,6 +118,7 @@ def test_a_whole_word_goes_before_its_merges_for_llama_3(made):
         ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False, False),
         ("qwen2", {"tokenizer.ggml.add_eos_token": True}, False, True),
         ("llama-bpe", {"tokenizer.ggml.bos_token_id": None}, False, False),
+        ("dbrx", {}, False, False),
     ],
 )
 def test_what_stands_around_a_text(made, pre, said, bos, eos):

@@ -68,15 +68,13 @@ _TEKKEN = _Split(
     whole_words=True,
     bos=True,
 )
+# llama.cpp's names (`src/llama-vocab.cpp`).
 _SPLITS = {
-    "default": _Split(),
-    "gpt-2": _Split(),
-    "smollm": _Split(digits=True),
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
+    **dict.fromkeys(("default", "gpt-2", "exaone4", "olmo"), _Split()),
+    **dict.fromkeys(("smollm", "exaone", "refact"), _Split(digits=True)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Split(_LLAMA3.pattern)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
 }
 
