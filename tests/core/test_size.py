@@ -28,7 +28,7 @@ LINES = {
     "grammar": 1058,
     "heads": 2402,
     "host": 698,
-    "io": 4100,
+    "io": 4211,
     "loading": 494,
     "measuring": 5988,
     "methods": 1490,
