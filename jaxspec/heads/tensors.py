@@ -208,3 +208,38 @@ def check_ids(directory: Path, ids: np.ndarray, size: int, name: str, hint: str 
             f"{directory}: {name} must name {len(ids)} different tokens from 0 to {size - 1}{hint}"
         )
     return np.asarray(ids, np.int32)
+
+
+def draft_ids(
+    directory: Path, rows: int | None, size: int, tensors: Mapping[str, np.ndarray]
+) -> np.ndarray | None:
+    """Returns the tokens of a head's own vocabulary by its `d2t`, the difference of each token and its row.
+
+    Args:
+      directory: the head's directory, for messages.
+      rows: the number of rows of its output head; None if it has no own.
+      size: V of the target.
+      tensors: the head's; `d2t` of int64[rows] and `t2d` of bool[V], which marks the same tokens.
+
+    Returns:
+      int32[rows], in the order of the rows; None for all tokens.
+    """
+    rows = size if rows is None else rows
+    if "d2t" not in tensors:
+        if rows != size:
+            raise ValueError(
+                f"{directory}: tensor d2t is missing: which of {size} tokens the {rows} rows of lm_head are"
+            )
+        return None
+    offsets = tensors["d2t"]
+    if offsets.shape != (rows,) or offsets.dtype.kind != "i":
+        raise ValueError(
+            f"{directory}: tensor d2t is {offsets.dtype}{offsets.shape}, expected int64({rows},)"
+        )
+    ids = check_ids(directory, np.arange(rows) + offsets, size, "row + d2t", "; is d2t an offset here?")
+    known = tensors.get("t2d")
+    if known is not None and (
+        known.shape != (size,) or not np.array_equal(np.flatnonzero(known), np.sort(ids))
+    ):
+        raise ValueError(f"{directory}: t2d marks other tokens than row + d2t names; save the head again")
+    return ids

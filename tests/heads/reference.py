@@ -90,13 +90,7 @@ def draft_logits(
         rows.append(head @ normed[-1])
         fed_back = normed[-1] if content.get("norm_output") else hidden[-1]
         known.append(fed_back if masked is None else masked)
-    found = np.stack(rows)
-    if "d2t" not in own:
-        return found
-    whole = np.full((len(found), target.vocab_size), -np.inf)
-    for row, offset in enumerate(own["d2t"].astype(int)):
-        whole[:, row + offset] = found[:, row]
-    return whole
+    return _spread(np.stack(rows), own, target)
 
 
 def kangaroo_logits(
@@ -287,8 +281,7 @@ def dflash_logits(
         x = x + _attention(content, p, _norm(x, p["input_layernorm.weight"], eps), fused)
         x = x + _mlp(p, _norm(x, p["post_attention_layernorm.weight"], eps))
     head = wide["embed"] if target.tie_embeddings else wide["head"]
-    said: np.ndarray = _norm(x, own["norm.weight"], eps) @ head.T
-    return said
+    return _spread(_norm(x, own["norm.weight"], eps) @ own.get("lm_head.weight", head).T, own, target)
 
 
 def uno_logits(
@@ -457,6 +450,16 @@ def _attention(
         mixed.append(weights / weights.sum(axis=-1, keepdims=True) @ value[:, head // group])
     out: np.ndarray = np.concatenate(mixed, axis=-1) @ p["self_attn.o_proj.weight"].T
     return out
+
+
+def _spread(found: np.ndarray, own: Mapping[str, np.ndarray], target: LlamaConfig) -> np.ndarray:
+    """Returns logits of all tokens from those of a head's rows, each `d2t` before its token; −inf for the others."""
+    if "d2t" not in own:
+        return found
+    whole = np.full((len(found), target.vocab_size), -np.inf)
+    for row, offset in enumerate(own["d2t"].astype(int)):
+        whole[:, row + offset] = found[:, row]
+    return whole
 
 
 def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

@@ -20,6 +20,7 @@ from tests import tiny
 from tests.heads import reference
 from tests.heads.files import (
     LLAMA,
+    SOME,
     TARGET,
     WIDTH,
     Files,
@@ -58,6 +59,28 @@ def dflash(num_layers: int = 2, **own: Any) -> Files:
     }
     content |= {"head_dim": 4, "block_size": tiny.K + 2, "num_target_layers": TARGET.num_layers}
     return {**content, "dflash_config": {"mask_token_id": 6, "target_layer_ids": LEFT, **own}}, tensors
+
+
+def speculators() -> Files:
+    """Returns a head like RedHatAI/Qwen3-8B-speculator.dflash: over a part of the vocabulary, with its own keys."""
+    content, tensors = dflash()
+    rng = np.random.default_rng(2)
+    tensors |= {"lm_head.weight": 2 * matrix(rng, (len(SOME), WIDTH))}
+    tensors |= {"embed_tokens.weight": np.array(tiny.params(TARGET)["embed"])}
+    tensors |= {"d2t": SOME - np.arange(len(SOME)), "t2d": np.isin(np.arange(TARGET.vocab_size), SOME)}
+    of_head = ("architectures", "block_size", "dflash_config", "num_target_layers")
+    inner = {key: value for key, value in content.items() if key not in of_head}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": AUX_LAYERS,
+        "block_size": content["block_size"],
+        "draft_vocab_size": len(SOME),
+        "mask_token_id": content["dflash_config"]["mask_token_id"],
+        "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "Qwen/Qwen3-8B"}},
+        "speculators_model_type": "dflash",
+        "target_hidden_size": None,
+        "transformer_layer_config": inner,
+    }, tensors
 
 
 # Drafts
@@ -100,6 +123,15 @@ def off(
 @pytest.mark.parametrize("target", TARGETS)
 def test_drafts_are_those_of_the_slow_reference(said, target):
     assert off(said(target), dflash(), target=target) < 2e-5
+
+
+def test_drafts_of_a_head_of_speculators_are_those_of_the_slow_reference(tmp_path):
+    found = rounds_of(
+        write(tmp_path, speculators()), lambda config: DFlash(TARGET, config, num_draft_tokens=tiny.K)
+    )
+    files = dflash()[0], speculators()[1]
+    assert off(found, files) < 2e-5
+    assert off(found, with_tensors(files, d2t=SOME - 2 * np.arange(len(SOME)))) > 1e-3
 
 
 WRONG: dict[str, Any] = {
@@ -214,6 +246,17 @@ BAD = {
     "is_causal is True; heads of DFlash with it are not supported": dflash(is_causal=True),
     "final_logit_softcapping is 30.0; heads": dflash(final_logit_softcapping=30.0),
     "attention_mode is 'mla'; heads": dflash(attention_mode="mla"),
+    "causal_head is True; heads of DFlash": dflash(causal_head=True),
+    "jetspec_config is .*; heads of DFlash": with_config(dflash(), jetspec_config={"tree_width": 8}),
+    "projector_type is 'domino'; heads of DFlash": with_config(speculators(), projector_type="domino"),
+    # deepseek-ai/dflash_qwen3_*_block7
+    "the rows of the head predict as those of DSpark": with_config(dflash(), markov_rank=0),
+    "as those of DSpark; such": with_config(speculators(), sample_from_anchor=True),
+    "aux_hidden_state_layer_ids is None; expected a list": with_config(
+        speculators(), aux_hidden_state_layer_ids=None
+    ),
+    "tensor d2t is missing": with_tensors(speculators(), d2t=None),
+    "tensor lm_head.weight is missing": with_tensors(speculators(), **{"lm_head.weight": None}),
     "layer_types has sliding_attention": with_config(dflash(), layer_types=["sliding_attention"] * 2),
     "fc.weight is I8; quantised heads are not supported": with_tensors(
         dflash(), **{"fc.weight": np.ones((WIDTH, 2 * WIDTH), np.int8)}
@@ -256,6 +299,14 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, target):
     hybrid, _ = model.drafter("hybrid", second="dflash")
     shares = "head" not in own
     assert tiny.draft_cost(hybrid) == pytest.approx(tiny.share_of_step(model, own, head=shares) / 4)
+
+
+def test_a_head_of_speculators_over_all_tokens_has_the_targets_head(tmp_path):
+    content, tensors = with_config(speculators(), draft_vocab_size=TARGET.vocab_size)
+    del tensors["d2t"], tensors["t2d"], tensors["lm_head.weight"]
+    found = read(tmp_path / "own", (content, tensors))
+    assert found.config == read(tmp_path / "authors", dflash()).config
+    assert found.load(np.float32).keys() == {"fc", "hidden_norm", "layers", "norm"}
 
 
 def test_a_long_block_is_drafted_as_far_as_any_draft_may_go(tmp_path):

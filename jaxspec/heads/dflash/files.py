@@ -1,8 +1,12 @@
-"""Heads of DFlash as their authors and SpecForge publish them.
+"""Heads of DFlash as their authors, SpecForge and speculators publish them.
 
 model.safetensors   fc.weight, hidden_norm.weight, layers.{l}.* of Qwen3, norm.weight, all perhaps behind `model.`
 config.json         of a Qwen3 with as many layers, whatever `model_type` says; `block_size`; `dflash_config` with
                     `mask_token_id`, `target_layer_ids`
+
+The files of speculators also have `embed_tokens.weight` and `lm_head.weight`, which training does not change, and `d2t`
+and `t2d` if the latter is over a part of the vocabulary. Their Qwen3 is `transformer_layer_config`, and
+`aux_hidden_state_layer_ids` are the layers whose inputs the head reads.
 
 The target's embedding and head are the head's too. `target_layer_ids` are the layers, from 0, whose outputs
 the head reads. As in the hidden states of transformers, the output of the last layer is taken after the final norm.
@@ -21,6 +25,7 @@ from jaxspec.heads.tensors import (
     Head,
     check_sizes,
     checked,
+    draft_ids,
     leaves_of,
     llama_sources,
     refuse_left_out,
@@ -29,12 +34,15 @@ from jaxspec.heads.tensors import (
 from jaxspec.host.messages import shown
 from jaxspec.io.hf.config_json import config_from, config_json, errors_of
 from jaxspec.io.hf.layout import Source
-from jaxspec.io.hf.values import section, whole
+from jaxspec.io.hf.values import section, whole, whole_or
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import FINAL, AuxLayer
 
 AUX_LAYER_IDS = "target_layer_ids"
+_LAYERS, _IDS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+# The tensors that only speculators writes. Without `draft_vocab_size` they repeat what the target has.
+_OF_SPECULATORS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 _OWN = {"fc": "fc.weight", "hidden_norm": "hidden_norm.weight"}
 # Options of later heads that change what is computed, by what leaves it as it is.
 _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
@@ -43,6 +51,9 @@ _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "input_embedding_scale": (1,),
     "output_multiplier": (1,),
     "attention_mode": ("gqa", "mha"),
+    "causal_head": (False,),
+    "jetspec_config": (),
+    "projector_type": ("dflash",),
 }
 
 
@@ -53,11 +64,26 @@ def recognises(names: Collection[str]) -> bool:
 
 def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
     """The head that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
-    refuse_left_out(directory, found.left_out, found)
+    # t2d only repeats what d2t says.
+    refuse_left_out(directory, (name for name in found.left_out if name != "t2d"), found)
     tensors = renamed(directory, found, _plain)
+    more = _OF_SPECULATORS if content.get(_LAYERS) else ()
     with errors_of(directory / "config.json"):
-        config = _config(content, target)
-    return checked(directory, Head(config, tuple(entries(config)), tensors, target.vocab_size))
+        if content.get("markov_rank") is not None or content.get("sample_from_anchor"):
+            raise ValueError("the rows of the head predict as those of DSpark; such heads are not supported")
+        config = _config(_of_speculators(content) if more else content, target)
+    head = checked(directory, Head(config, tuple(entries(config)), tensors, target.vocab_size), more)
+    ids = draft_ids(directory, config.head_size, target.vocab_size, tensors)
+    return dataclasses.replace(head, ids=ids, by_token={"lm_head.weight"})
+
+
+def _of_speculators(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of speculators' `config.json` in the form of the authors."""
+    ids = content.get(_IDS)
+    if not isinstance(ids, list) or any(type(one) is not int for one in ids):
+        raise ValueError(f"{_IDS} is {shown(ids)}; expected a list of layers")
+    left = [one - 1 for one in ids]
+    return {**section(content, _LAYERS), **content, "dflash_config": {AUX_LAYER_IDS: left}}
 
 
 def _plain(name: str) -> str:
@@ -80,8 +106,13 @@ def _config(content: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
         if values.get(name) is None:
             raise ValueError(f"{name} is missing; give the one that the head was trained with")
     mask_id = whole(values, "mask_token_id", 0, target.vocab_size - 1)
+    size = whole_or(target.vocab_size, values, "draft_vocab_size", most=target.vocab_size)
     return DFlashConfig(
-        block, _aux_layers(values, block, target.num_layers), whole(values, "block_size", 2), mask_id
+        block,
+        _aux_layers(values, block, target.num_layers),
+        whole(values, "block_size", 2),
+        mask_id,
+        None if size == target.vocab_size else size,
     )
 
 

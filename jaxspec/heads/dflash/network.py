@@ -6,7 +6,7 @@ hidden states: those of a token are fused to one vector, which gives its keys an
 token's position. The output at a position predicts the token of that position, by the target's head. Parameters, with
 the layers of `llama.param_shapes` and n auxiliary layers:
 
-    fc [D, n·D]   hidden_norm [D]   layers   norm [D]
+    fc [D, n·D]   hidden_norm [D]   layers   norm [D]   head [V', D], optional
 
 A `vocabulary` may replace the target's head.
 """
@@ -39,12 +39,14 @@ class DFlashConfig:
       aux_layers: the target's hidden states that it reads.
       block_size: the rows of a block in training, including the pending token's.
       mask_id: the mask token, which takes the place of an unknown token.
+      head_size: V', the rows of its own head over a part of the vocabulary; None for the target's head.
     """
 
     block: LlamaConfig
     aux_layers: tuple[AuxLayer, ...]
     block_size: int
     mask_id: int
+    head_size: int | None = None
     kind: ClassVar[str] = "dflash"
 
     @property
@@ -52,7 +54,8 @@ class DFlashConfig:
         """The tree of its parameters, a shape tuple at each leaf."""
         whole, width = llama.param_shapes(self.block), self.block.hidden_size
         fused = {"fc": (width, len(self.aux_layers) * width), "hidden_norm": (width,)}
-        return {**fused, "layers": whole["layers"], "norm": whole["norm"]}
+        own = {} if self.head_size is None else {"head": (self.head_size, width)}
+        return {**fused, "layers": whole["layers"], "norm": whole["norm"], **own}
 
 
 def usual_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:

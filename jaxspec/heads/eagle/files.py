@@ -24,8 +24,8 @@ from jaxspec.heads.eagle.network import EagleConfig, usual_aux_layers
 from jaxspec.heads.tensors import (
     Entry,
     Head,
-    check_ids,
     checked,
+    draft_ids,
     leaves_of,
     llama_sources,
     read_block,
@@ -79,7 +79,8 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
     head = checked(
         directory, Head(config, tuple(entries(config)), tensors, target.vocab_size), more, _OPTIONS
     )
-    return dataclasses.replace(head, ids=_ids(directory, config, tensors), by_token={"lm_head.weight"})
+    ids = draft_ids(directory, config.head_size, target.vocab_size, tensors)
+    return dataclasses.replace(head, ids=ids, by_token={"lm_head.weight"})
 
 
 def _plain(name: str) -> str:
@@ -199,30 +200,6 @@ def entries(config: EagleConfig) -> Iterator[Entry]:
         else:
             sources = llama_sources(config.block, leaf, shape)
         yield leaf, shape, sources
-
-
-def _ids(directory: Path, config: EagleConfig, tensors: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """The tokens of a head's own vocabulary: `d2t` is what must be added to the number of a row."""
-    size = config.block.vocab_size
-    rows = size if config.head_size is None else config.head_size
-    if "d2t" not in tensors:
-        if rows != size:
-            raise ValueError(
-                f"{directory}: tensor d2t is missing: which of {size} tokens the {rows} rows of lm_head are"
-            )
-        return None
-    offsets = tensors["d2t"]
-    if offsets.shape != (rows,) or offsets.dtype.kind != "i":
-        raise ValueError(
-            f"{directory}: tensor d2t is {offsets.dtype}{offsets.shape}, expected int64({rows},)"
-        )
-    ids = check_ids(directory, np.arange(rows) + offsets, size, "row + d2t", "; is d2t an offset here?")
-    known = tensors.get("t2d")
-    if known is not None and (
-        known.shape != (size,) or not np.array_equal(np.flatnonzero(known), np.sort(ids))
-    ):
-        raise ValueError(f"{directory}: t2d marks other tokens than row + d2t names; save the head again")
-    return ids
 
 
 def content(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
