@@ -12,7 +12,8 @@ from jaxspec.grammar.automaton import GrammarError
 
 # The most entries of a table; 32 MiB on the device.
 MAX_ENTRIES = 2**23
-_CHUNK = 2**24
+# The most entries at a time, since NumPy holds Python's lock meanwhile.
+_CHUNK = 2**19
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,11 +62,11 @@ def token_table(
         grammar.
     """
     num_states = len(following)
-    columns, byte_class = np.unique(following, axis=1, return_inverse=True)
-    byte_class, num_classes = byte_class.reshape(-1), columns.shape[1]
+    columns, byte_class = _different(following.T)
+    num_classes = len(columns)
     # The last state is the dead one.
-    step = np.vstack([np.where(columns < 0, num_states, columns), np.full((1, num_classes), num_states)])
-    step = np.ascontiguousarray(step.T.astype(np.int16))
+    step = np.full((num_classes, num_states + 1), num_states, np.int16)
+    step[:, :-1] = np.where(columns < 0, num_states, columns)
     functions = _Functions(num_states)
     lengths = np.array([len(token or b"") for token in tokens])
     begins = np.cumsum(lengths) - lengths
@@ -83,6 +84,13 @@ def token_table(
     table = functions.rows[used].T.astype(np.int32)
     table[table == num_states] = -1
     return _trimmed(table, final, class_of.reshape(-1))
+
+
+def _different(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the different rows, and the number of each row among them."""
+    numbers: dict[bytes, int] = {}
+    place = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows])
+    return rows[np.unique(place, return_index=True)[1]], place
 
 
 class _Functions:
@@ -134,8 +142,8 @@ def _trimmed(table: np.ndarray, final: np.ndarray, class_of: np.ndarray) -> Toke
     if not kept.all():
         number = np.append(np.where(kept, np.cumsum(kept) - 1, -1), -1)
         table, final = number[table[kept]].astype(np.int32), final[kept]
-        table, place = np.unique(table, axis=1, return_inverse=True)
-        class_of = place.reshape(-1)[class_of]
+        columns, place = _different(table.T)
+        table, class_of = columns.T, place[class_of]
     class_of = class_of.astype(np.uint16 if table.shape[1] <= 2**16 else np.int32)
     table = np.ascontiguousarray(table)
     content = hashlib.sha256(repr((table.shape, class_of.dtype)).encode())
