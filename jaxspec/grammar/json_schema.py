@@ -451,10 +451,14 @@ class JsonSchema:
         values = [{_text(value) for value in schema["enum"]} for schema in (one, other) if "enum" in schema]
         if len(values) == 2 and not values[0] & values[1]:
             return True
-        kinds = [self._kinds(schema) for schema in (one, other)]
-        if not kinds[0] & kinds[1]:
+        # A schema without a type matches values of all types, of which it writes only some.
+        matched, written = (
+            [self._kinds(schema, which) for schema in (one, other)] for which in (True, False)
+        )
+        shared = matched[0] & matched[1] & (written[0] | written[1])
+        if not shared:
             return True
-        if not depth or kinds[0] & kinds[1] != {"object"}:
+        if not depth or shared != {"object"}:
             return False
         for a, b in ((one, other), (other, one)):
             known = b.get("properties", {})
@@ -477,13 +481,12 @@ class JsonSchema:
             )
         return schema if schema is False else _enumerated(schema, "$")
 
-    def _kinds(self, schema: dict[str, Any]) -> set[str]:
-        """The types of the values, a number being `number` whether it is an integer or not."""
+    def _kinds(self, schema: dict[str, Any], matched: bool) -> set[str]:
+        """The types of the values that a schema matches, or writes; those of integers are numbers."""
         if "enum" in schema:
             return {_types_of(value)[-1] for value in schema["enum"]}
-        if "type" not in schema:
-            return {name for name in _TYPES if name != "integer"}
-        return {"number" if name == "integer" else name for name in self._types(schema, "$")}
+        names = _TYPES if matched and "type" not in schema else self._types(schema, "$")
+        return {"number" if name == "integer" else name for name in names}
 
 
 def merged(one: Any, other: Any, path: str) -> Any:

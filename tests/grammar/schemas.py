@@ -142,6 +142,15 @@ SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
         {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "array", "maxItems": 0}]},
         ["é", []],
     ),
+    "one of closed objects": (
+        {
+            "oneOf": [
+                {"properties": {name: {"const": 1}}, "required": [name], "additionalProperties": False}
+                for name in "ab"
+            ]
+        },
+        [{"a": 1}, {"b": 1}],
+    ),
     "all of": (
         {
             "allOf": [
@@ -230,6 +239,10 @@ REFUSED: list[tuple[Any, str]] = [
     (
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         r"\$\.oneOf: a value may match both number 0 and number 1",
+    ),
+    (
+        {"oneOf": [{"properties": {name: {}}, "required": [name]} for name in "ab"]},
+        "may match both number 0 and",
     ),
     ({"type": "object", "minProperties": 3}, r"\$\.minProperties is 3, but names"),
     ({"$ref": "#/$defs/none"}, r'\$\.\$ref is "#/\$defs/none"; there is no such part'),

@@ -325,17 +325,18 @@ def test_bytes_of_tokens_add_up_to_the_text(name):
         assert joined.replace("\ufffd", "") == text_after(used, ids).replace("\ufffd", "")
 
 
-def test_text_before_the_marker_is_free():
-    used = Bytes(["</t>", "<t>", "<pad>", "</s>"])
-    made = compile_grammar(Grammar.choices(["yes", "no"], after="</t>"), used, 270)
+@pytest.mark.parametrize("marker", ["</t>", "<<t>"])
+def test_text_before_the_marker_is_free(marker):
+    used = Bytes([marker, "<t>", "<pad>", "</s>"])
+    made = compile_grammar(Grammar.choices(["yes", "no"], after=marker), used, 270)
     assert not made.final[0]
     rng = random.Random(0)
     for _ in range(2000):
         text = "".join(
-            rng.choice(["<", "/", "t", ">", "</t>", "yes", "\n", " ", "é", "<</t>"]) for _ in range(6)
+            rng.choice(["<", "/", "t", ">", marker, "yes", "\n", " ", "é", "<" + marker]) for _ in range(6)
         )
-        thought, marker, rest = text.partition("</t>")
-        expected = bool(marker) and rest in ("yes", " yes", "\nyes", "\n\nyes")
+        thought, found, rest = text.partition(marker)
+        expected = bool(found) and rest in ("yes", " yes", "\nyes", "\n\nyes")
         assert accepts(made, text.encode()) == expected, text
         ids = [257, *thought.encode(), 256, *rest.encode()]  # special tokens do the same
         assert accepts(made, ids) == expected, text
@@ -421,8 +422,9 @@ def test_any_object_and_the_other_kinds():
         assert accepts(made, text.encode())
     assert not accepts(made, b"[]")
     assert not accepts(made, b'{"a": [[[[[]]]]]}')
-    for text in walk_texts(made):
-        assert isinstance(json.loads(text), dict)
+    assert all(isinstance(json.loads(text), dict) for text in walk_texts(made))
+    named = table(Grammar.json_schema(SCHEMAS["others"][0]))
+    assert not accepts(named, b'{"id": 1, "id": "a name that the schema has"}')
     assert accepts(table(Grammar.choices(["", "a\nb"])), b"")
     for wrong, line in (
         (lambda: Grammar.choices([]), "expected a list of strings"),
