@@ -25,7 +25,7 @@ LINES = {
     "decoding": 516,
     "drafting": 1684,
     "engine": 1311,
-    "grammar": 1058,
+    "grammar": 1068,
     "heads": 2402,
     "host": 698,
     "io": 4211,
