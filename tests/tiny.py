@@ -634,6 +634,8 @@ DRAFTERS: dict[str, Case] = {
     "medusa-tree": _tree(_medusa),
     "hydra-tree": _tree(_hydra),
     "uno-tree": _tree(_uno),
+    "dflash-tree-drawn": _tree(_dflash, DRAWN),
+    "dflash-tree": _tree(_dflash, Dynamic(7, K, 7)),
     "eagle-tree": _tree(_eagle),
     "eagle-vocab": Case(_eagle_vocab, family="heads"),
     "eagle": Case(_eagle, ("eagle",), "heads"),

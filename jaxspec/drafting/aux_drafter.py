@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxspec.drafting.chain_drafter import ChainDrafter, ChainState
-from jaxspec.drafting.tree_drafter import Drawn, Dynamic, Level, draw, grow
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic, Level, combine, draw, grow
 from jaxspec.model import cache as kv
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import narrowest
 from jaxspec.model.llama import AuxLayer, Params
+from jaxspec.model.tree import Tree
 from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
 from jaxspec.sampling import Distribution
 
@@ -87,7 +88,7 @@ class TreeChain(ChainDrafter):
       tree: the size or the shape of the tree, of depth K, which no stop rule shortens; None for a chain.
     """
 
-    tree: Dynamic | Drawn | None
+    tree: Dynamic | Drawn | None = None
 
     @property
     def drafts_trees(self) -> bool:
@@ -125,8 +126,8 @@ class AuxTree(TreeChain, AuxChain):
     """A base for drafters with `aux_layers` of a chain or a tree."""
 
 
-class ParallelChain(ChainDrafter):
-    """A base for chains whose logits are all computed in one pass, before any token is drawn."""
+class ParallelChain(TreeChain):
+    """A base for chains and trees whose logits are all computed in one pass, before any token is drawn."""
 
     def draft_said(
         self,
@@ -138,13 +139,23 @@ class ParallelChain(ChainDrafter):
         distribution: Distribution,
         params: Params,
     ) -> tuple[Proposal, ChainState]:
-        """Draws the draft tokens one after another, so that a stop rule can end the draft.
+        """Draws the tokens of a chain one after another, so that a stop rule can end it, or combines those of a tree.
 
         Args:
           said: float32[B, K, V], the logits of each token, or [B, K, N] for a vocabulary of N tokens.
           hidden: [B, K, D], the states from which the logits were computed.
           keys, state, view, distribution, params: as in `ChainDrafter.draft`.
         """
+        vocabulary = params.get("vocabulary")
+        if isinstance(self.tree, Dynamic):
+            return combine(self.tree, said, None if vocabulary is None else vocabulary.ids), state
+        if isinstance(self.tree, Drawn):
+
+            def level(number: int, tokens: jax.Array, before: jax.Array, rows: Tree) -> tuple[jax.Array, int]:
+                del tokens, before, rows  # a token does not know the draft tokens before it
+                return said[:, number, None], number + 1
+
+            return draw(self.tree.shape, level, 1, said[:, 0], keys, distribution, vocabulary)[0], state
 
         def step(
             carry: tuple[()], token: jax.Array, i: jax.Array, active: jax.Array

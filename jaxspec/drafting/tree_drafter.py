@@ -1,6 +1,7 @@
 """Trees drafted level by level, from top-k tokens or from drawn tokens.
 
-`grow` keeps the most probable nodes, as EAGLE-2 (Li et al. 2024). `draw` draws siblings from the draft's sampling
+`grow` keeps the most probable nodes, as EAGLE-2 (Li et al. 2024). `combine` does so for positions that do not know each
+other, whose logits are all known before, as DDTree (arXiv 2604.12989). `draw` draws siblings from the draft's sampling
 distribution without replacement, as Sequoia (Chen et al. 2024).
 """
 
@@ -20,6 +21,9 @@ from jaxspec.protocol import Proposal
 from jaxspec.sampling import Distribution, is_finite
 
 Carry = TypeVar("Carry")
+# Log-probabilities and tokens of the k most probable tokens after each row of a level, [B, R, k]; R is 1 if they are
+# the same after all rows.
+Top = tuple[jax.Array, jax.Array]
 # (carry, tokens int32[B, k] of k rows of a tree, the parent row of each int32[B, k], these rows)
 #   -> logits float32[B, k, V] of the token after each, or [B, 1, V] if they are the same after all; carry
 Level = Callable[[Carry, jax.Array, jax.Array, Tree], tuple[jax.Array, Carry]]
@@ -95,37 +99,91 @@ def grow(
     Returns:
       The proposal, with parents, and the last carry.
     """
-    batch, vocab_size = logits.shape
-    width = min(size.width, vocab_size)
 
-    def likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns log-probabilities and tokens of the top k, [B, ..., k]; −inf where logits are not finite."""
-        finite = is_finite(logits)[..., None]
-        scores, index = jax.lax.top_k(jax.nn.log_softmax(jnp.where(finite, logits, 0.0)), width)
-        return jnp.where(finite, scores, -jnp.inf), index if ids is None else ids[index]
+    def after(carry: Carry, tokens: jax.Array, parents: jax.Array, depth: int) -> tuple[Top, Carry]:
+        # The rows of this level see their ancestors among the expanded nodes.
+        count = tokens.shape[1]
+        rows = Tree.of(parents, depth).rows(1 + parents.shape[1] - count, count)
+        logits, carry = level(carry, tokens, rows.parent, rows)
+        return _likeliest(logits, size, ids), carry
 
-    scores, tokens = likeliest(logits)
+    return _grown(size, after, carry, _likeliest(logits[:, None], size, ids))
+
+
+def combine(size: Dynamic, logits: jax.Array, ids: jax.Array | None = None) -> Proposal:
+    """Returns the tree of the most probable combinations of tokens that do not know each other.
+
+    It is the tree of DDTree (Ringel and Romano 2026). The probability of a node is the product of its positions'
+    probabilities. If `size.width` is N, these are the N most probable of all nodes up to the depth: at most N nodes of
+    a level, and N tokens of a position, are among them.
+
+    Args:
+      size: the size of the tree, static.
+      logits: float32[B, K, V] of the token at each depth from 1; K is at least the depth of the tree.
+      ids: as in `grow`.
+
+    Returns:
+      The proposal, as of `grow`.
+
+    Examples:
+      >>> probabilities = jnp.array([[[0.6, 0.4, 0.0], [0.9, 0.0, 0.1]]])  # 0: .6, 1: .4, then 0: .54 and .36
+      >>> proposal = combine(Dynamic(num_nodes=3, depth=2, width=3), jnp.log(probabilities))
+      >>> proposal.tokens.tolist(), proposal.parents.tolist()
+      ([[0, 1, 0]], [[-1, -1, 0]])
+    """
+    scores, tokens = _likeliest(logits, size, ids)
+
+    def after(carry: tuple[()], nodes: jax.Array, parents: jax.Array, depth: int) -> tuple[Top, tuple[()]]:
+        del nodes, parents  # a token does not know the ones before it
+        return (scores[:, depth, None], tokens[:, depth, None]), carry
+
+    return _grown(size, after, (), (scores[:, :1], tokens[:, :1]))[0]
+
+
+def _likeliest(logits: jax.Array, size: Dynamic, ids: jax.Array | None) -> Top:
+    """Returns log-probabilities and tokens of the top k, [B, ..., k]; −inf where logits are not finite."""
+    finite = is_finite(logits)[..., None]
+    scores = jax.nn.log_softmax(jnp.where(finite, logits, 0.0))
+    scores, index = jax.lax.top_k(scores, min(size.width, logits.shape[-1]))
+    return jnp.where(finite, scores, -jnp.inf), index if ids is None else ids[index]
+
+
+def _grown(
+    size: Dynamic,
+    after: Callable[[Carry, jax.Array, jax.Array, int], tuple[Top, Carry]],
+    carry: Carry,
+    top: Top,
+) -> tuple[Proposal, Carry]:
+    """Grows the trees of `grow` and `combine`.
+
+    Args:
+      size: the size of the tree, static.
+      after: (carry, tokens int32[B, k] of the nodes of a level, parents int32[B, n] of these and all expanded nodes
+        before them, depth of the level) → the top tokens after each, carry.
+      carry: its first carry.
+      top: the top tokens of the first level, [B, 1, k].
+    """
+    scores, tokens = (of[:, 0] for of in top)
+    batch, width = tokens.shape
     # All candidates: log-probability, token, and parent candidate.
     every = [(scores, tokens, jnp.full((batch, width), -1, jnp.int32))]
     # The expanded nodes: their candidate numbers, and their parent nodes.
     parents = jnp.zeros((batch, 0), jnp.int32)
     frontier, before = jnp.broadcast_to(jnp.arange(width), (batch, width)), every[0][2]
     counted = width
-    for number in range(size.depth - 1):
-        # Run the draft model on this level; its rows see their ancestors among the expanded nodes.
+    for depth in range(1, size.depth):
+        begin, count = parents.shape[1], tokens.shape[1]
         parents = jnp.concatenate([parents, before], axis=1)
-        rows = Tree.of(parents, number + 1).rows(1 + number * width, width)
-        logits, carry = level(carry, tokens, rows.parent, rows)
-        after, candidates = likeliest(logits)
-        candidates = jnp.broadcast_to(candidates, (batch, width, width)).reshape(batch, -1)
+        (further, candidates), carry = after(carry, tokens, parents, depth)
+        candidates = jnp.broadcast_to(candidates, (batch, count, width)).reshape(batch, -1)
         # Every child is a candidate of the final tree, even if it is not expanded.
-        after = (scores[..., None] + after).reshape(batch, -1)
-        every.append((after, candidates, jnp.repeat(frontier, width, axis=1)))
+        further = (scores[..., None] + further).reshape(batch, -1)
+        every.append((further, candidates, jnp.repeat(frontier, width, axis=1)))
         # The k best children are the next level to expand.
-        scores, best = jax.lax.top_k(after, width)
+        scores, best = jax.lax.top_k(further, min(size.width, count * width))
         tokens = along(candidates, best)
-        before = number * width + best // width
-        frontier, counted = counted + best, counted + after.shape[1]
+        before = begin + best // width
+        frontier, counted = counted + best, counted + further.shape[1]
     scores, tokens, before = (jnp.concatenate(of, axis=1) for of in zip(*every, strict=True))
     # Keep the N best candidates, in the order of drafting, so that every parent comes before its children.
     most = min(size.num_nodes, counted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.heads.method import HeadMethod
 from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
@@ -26,7 +26,13 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
       drawn_tree: at a temperature above 0, draw the tokens of the tree from the draft's distribution, siblings without
         replacement, instead of taking the most likely ones. At high temperatures more of them are accepted. The text
         keeps the model's distribution, but differs from the text of plain sampling with the same seed.
+
+    Class attributes:
+      independent: whether the tokens of a draft do not know each other. The whole tree then takes one pass, and has the
+        most probable of all combinations.
     """
+
+    independent: ClassVar[bool] = False
 
     drawn_tree: bool = False
 
@@ -51,7 +57,7 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
 
         nodes, depth = size_of(self.tree)
         made: Any = drafter
-        tree: Drawn | Dynamic = Dynamic(nodes, depth, min(nodes, WIDTH))
+        tree: Drawn | Dynamic = Dynamic(nodes, depth, nodes if self.independent else min(nodes, WIDTH))
         # Draws from a point mass are all equal, so at temperature 0 a drawn tree would be a chain.
         if self.drawn_tree and set(resources.distributions) != {"greedy"}:
             tree = Drawn(grown(nodes, depth, WIDTH))
@@ -59,8 +65,31 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of the head; on each level of a tree it runs the nodes that are drafted from."""
-        rows = 1 if self.tree is None else min(size_of(self.tree)[0], WIDTH)
+        rows = 1 if self.tree is None or self.independent else min(size_of(self.tree)[0], WIDTH)
         return dataclasses.replace(super().cost(target, drafter, params), rows=rows)
+
+    def length_of(self, most: int, reason: str) -> int:
+        """Returns K: as given, or the depth of the tree that is, else `most`.
+
+        Args:
+          most: the largest K.
+          reason: why it is, such as "the file has 5 heads".
+
+        Raises:
+          ValueError: K is larger; one line.
+        """
+        if self.tree is not None:
+            depth = size_of(self.tree)[1]
+            if depth > most:
+                raise ValueError(
+                    f"tree is {self.tree!r}, {depth} tokens one after the other; {reason}, give TOKENSxDEPTH of a "
+                    f"depth from 1 to {most}"
+                )
+            return depth
+        length = self.length(most)
+        if length > most:
+            raise ValueError(f"num_draft_tokens is {length}; {reason}, give 1 to {most}")
+        return length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,29 +105,12 @@ class SeveralHeads(TreeHeadMethod):
         """Returns all heads as one pass: each is read once for a draft, as long as it may be."""
         return dataclasses.replace(super().cost(target, drafter, params), once=True)
 
-    def length_of(self, num_heads: int) -> int:
-        """Returns K: as given, or the depth of the tree that is, else the number of heads.
-
-        Raises:
-          ValueError: there are fewer heads.
-        """
-        if self.tree is not None:
-            depth = size_of(self.tree)[1]
-            if depth > num_heads:
-                raise ValueError(
-                    f"tree is {self.tree!r}, {depth} tokens one after the other; the file has {num_heads} heads, give "
-                    f"TOKENSxDEPTH of a depth from 1 to {num_heads}"
-                )
-            return depth
-        length = self.length(num_heads)
-        if length > num_heads:
-            raise ValueError(
-                f"num_draft_tokens is {length}; the file has {num_heads} heads, give 1 to {num_heads}"
-            )
-        return length
+    def heads_of(self, num_heads: int) -> int:
+        """Returns K, see `length_of`; there is a head for each token."""
+        return self.length_of(num_heads, f"the file has {num_heads} heads")
 
     def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
         """Returns the parameters of the heads that draft."""
         own = dict(super()._params(head, target, resources))
-        own["heads"] = own["heads"][: self.length_of(len(own["heads"]))]
+        own["heads"] = own["heads"][: self.heads_of(len(own["heads"]))]
         return own

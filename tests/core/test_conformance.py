@@ -58,11 +58,13 @@ def with_sampling(combinations):
     ]
 
 
-# Their drafts have another form than those of the methods: a choice among trees, a tree that is drawn, a pass without a
-# draft of its own, a part of the vocabulary, a mask for all rows, an int8 cache of the target and of the draft.
+# Their drafts have another form than those of the methods: a choice among trees, a tree that is drawn, a tree of one
+# pass with a cache, a pass without a draft of its own, a part of the vocabulary, a mask for all rows, an int8 cache of
+# the target and of the draft.
 VARIANTS = (
     "choosing-trees",
     "hybrid-tree-drawn",
+    "dflash-tree",
     "uno-single-pass",
     "draft-model-vocab",
     "asd-shared",
@@ -347,6 +349,8 @@ SAMPLED = [
     tiny.Combination("medusa-tree", "-", "block"),
     tiny.Combination("eagle-tree-drawn", "-", "rejection"),
     tiny.Combination("hydra-tree", "-", "rejection"),
+    tiny.Combination("dflash-tree", "-", "block"),
+    tiny.Combination("dflash-tree-drawn", "-", "rejection"),
     tiny.Combination("hybrid", "-", "block"),
     tiny.Combination("hybrid-draft-model", "-", "rejection"),
     tiny.Combination("hybrid-recycling", "-", "rejection"),
@@ -376,10 +380,20 @@ SAMPLED = [
 ]
 # One that matches text, one of each kind of tree, one with a model of its own, and one with the target's layers.
 ORDINARY = ("ngram-random", "eagle-tree-drawn", "medusa-tree", "draft-model", "layerskip", "eagle")
-FULL = ("token-recycling", "choosing", "clasp", "s2d", "eagle3", "dflash", "kangaroo", "uno", *VARIANTS[:4])
+FULL = (
+    "token-recycling",
+    "choosing",
+    "clasp",
+    "s2d",
+    "eagle3",
+    "dflash",
+    "kangaroo",
+    "uno",
+    "dflash-tree-drawn",
+)
 DISTRIBUTIONS = parameters(
     [one for one in tiny.full_product() if one.acceptor != "greedy"],
-    [one for one in SAMPLED if one.drafter in FULL],
+    [one for one in SAMPLED if one.drafter in (*FULL, *VARIANTS[:5])],
     [one for one in SAMPLED if one.drafter in ORDINARY],
 )
 

@@ -16,6 +16,7 @@ from flax import struct
 from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.tree_drafter import Dynamic, combine
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.tree import Shape, Tree
@@ -370,6 +371,45 @@ def test_sampled_text_is_plain_decodings_token_for_token(kind, acceptor, distrib
         assert tiny.generated(state, PROMPTS) == expected
         accepted += int(state.stats.num_accepted_tokens.sum())
     assert accepted > 12
+
+
+# The most probable combinations
+
+
+@pytest.mark.parametrize(("size", "depth", "nodes"), [(3, 4, 17), (6, 3, 9), (9, 2, 20), (3, 2, 16)])
+def test_combinations_are_the_most_probable_of_all(size, depth, nodes):
+    """By products in float64 over every path; a tree as large as all paths has all, and spare nodes are empty.
+
+    Among equal products, of which rounded logits have many, any node may be kept, but none without its parent.
+    """
+    rng = np.random.default_rng(size)
+    logits = rng.choice([0.3, 1.0, 4.0], (6, 1, 1)) * rng.standard_normal((6, depth, size))
+    logits[3:] = np.round(logits[3:])
+    found = combine(Dynamic(nodes, depth, nodes), jnp.asarray(logits, jnp.float32), 10 + jnp.arange(size))
+    shares = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    for row, share in enumerate(shares):
+        every = {
+            path: np.prod(share[np.arange(length), path])
+            for length in range(1, depth + 1)
+            for path in itertools.product(range(size), repeat=length)
+        }
+        best = sorted(every.values(), reverse=True)[:nodes]
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(found.tokens[row].tolist(), found.parents[row].tolist(), strict=True):
+            if token >= 0:
+                paths.append((*(paths[parent] if parent >= 0 else ()), token - 10))
+        assert len(set(paths)) == len(best)
+        assert (found.tokens[row, len(best) :] == -1).all()
+        kept = sorted((every[path] for path in paths), reverse=True)
+        np.testing.assert_allclose(kept, best, rtol=1e-5)
+
+
+def test_combinations_end_before_a_position_that_is_not_finite():
+    """And the other rows of the batch have theirs."""
+    logits = jnp.zeros((2, 3, 4)).at[0, 1, 2].set(jnp.nan)
+    found = combine(Dynamic(30, 3, 30), logits)
+    assert sorted(found.tokens[0].tolist()) == [-1] * 26 + [0, 1, 2, 3]
+    assert (found.tokens[1] >= 0).all()
 
 
 # Drawn tokens

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 from flax import struct
 
+from jaxspec import methods
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads import files as heads
 from jaxspec.heads.dflash.drafter import DFlash
 from jaxspec.methods.base import MAX_DRAFT_TOKENS
+from jaxspec.methods.trees import grown
 from jaxspec.testing import reference as slow
 from tests import tiny
 from tests.heads import reference
@@ -25,6 +28,7 @@ from tests.heads.files import (
     WIDTH,
     Files,
     Round,
+    check_trees,
     furthest,
     layer,
     matrix,
@@ -192,6 +196,26 @@ def test_keys_of_a_block_that_stay_would_be_noticed(tmp_path):
     assert off(found, dflash()) > 1e-3
 
 
+# Trees
+
+
+@pytest.mark.representatives("tree0")
+@pytest.mark.parametrize("tree", [Dynamic(20, depth=4, width=20), Drawn(grown(9, depth=4, num_ranks=4))])
+def test_a_tree_is_that_of_the_slow_reference(tmp_path, tree):
+    """Also after rounds of trees, so the head's cache has the keys of the accepted path.
+
+    The trees have the most probable combinations of the positions' tokens, or tokens drawn from each position.
+    """
+    target = TARGET, tiny.params(TARGET)
+
+    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
+        true = reference.aux_hidden_states(*target, tokens[:-1], AUX_LAYERS)
+        return reference.dflash_logits(*dflash(), *target, tokens[-1], 4, true)[len(path) + 1]
+
+    directory = write(tmp_path, dflash())
+    check_trees(directory, lambda config: DFlash(TARGET, config, num_draft_tokens=4, tree=tree), logits_after)
+
+
 # Files
 
 
@@ -288,8 +312,9 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, target):
         (1, 3),
         {"fc", "hidden_norm", "layers", "norm"},
     )
-    with pytest.raises(ValueError, match=r"the head was trained for blocks of 5 tokens, give 1 to 4"):
-        model.drafter("dflash", num_draft_tokens=5)
+    for options in ({"num_draft_tokens": 5}, {"tree": "9x5"}):
+        with pytest.raises(ValueError, match=r"the head was trained for blocks of 5 tokens, give .*1 to 4"):
+            model.drafter("dflash", **options)
     prompt = (3, 4, 5, 3, 4)
     found = model.generate(
         prompt, max_new_tokens=10, ignore_eos=True, method="dflash", stop_rule="confidence"
@@ -297,8 +322,50 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, target):
     assert found.tokens == slow.greedy(TARGETS[target], weights, prompt, 10)
     assert found.statistics.num_draft_tokens
     hybrid, _ = model.drafter("hybrid", second="dflash")
-    shares = "head" not in own
-    assert tiny.draft_cost(hybrid) == pytest.approx(tiny.share_of_step(model, own, head=shares) / 4)
+    # A pass has five rows, of which each after the first costs 12 %, and drafts four tokens.
+    pass_cost = tiny.share_of_step(model, own, head="head" not in own) * (1 + 4 * 0.12)
+    assert tiny.draft_cost(hybrid) == pytest.approx(pass_cost / 4)
+
+
+@pytest.fixture(scope="module")
+def with_head(tmp_path_factory):
+    """Returns a model with a head beside it."""
+    directory = tmp_path_factory.mktemp("model")
+    write(directory / "heads" / "dflash", dflash())
+    return LanguageModel(
+        tiny.engine_config(TARGET), tiny.params(TARGET), tiny.tokenizer(), directory=directory
+    )
+
+
+def test_a_tree_is_an_option(with_head):
+    """A tree of N tokens has N candidates at each position, and takes one pass as a chain does."""
+    made, own = with_head.drafter("dflash", tree="12x3")
+    assert (made.tree, made.num_draft_tokens) == (Dynamic(12, 3, 12), 3)
+    assert (made.reach, made.verify_widths) == (13, (13,))
+    drawn = methods.DFlash(tree="12x3", drawn_tree=True)
+    assert with_head.drafter(drawn, distributions=("temperature-1",))[0].tree == Drawn(grown(12, 3, 10))
+    cost = drawn.cost(with_head.loaded, made, own)
+    chain = methods.DFlash(num_draft_tokens=3)
+    assert cost == chain.cost(with_head.loaded, with_head.drafter(chain)[0], own)
+    assert (cost.once, cost.rows) == (True, 4)
+    chosen, _ = with_head.drafter("auto", among="dflash", tree="12x3")
+    assert (chosen.drafts_trees, chosen.candidates[0].num_nodes) == (True, 12)
+
+
+@pytest.mark.full
+def test_texts_with_a_tree_are_plain_decodings(with_head):
+    """In a batch of greedy and sampled texts, with penalties, token for token."""
+    prompts = [[3, 4, 5, 3, 4], [1, 2], [7, 1, 7, 1, 7]]
+    options = {
+        "temperature": [0.0, 2.0, 1.0],
+        "repetition_penalty": [1.0, 1.2, 1.0],
+        "frequency_penalty": [0.0, 0.0, 0.4],
+    }
+    options |= {"seed": 3, "max_new_tokens": 14, "ignore_eos": True}
+    expected = with_head.generate(prompts, method="autoregressive", **options)
+    found = with_head.generate(prompts, method="dflash", tree="12x3", **options)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert sum(one.statistics.num_accepted_tokens for one in found)
 
 
 def test_a_head_of_speculators_over_all_tokens_has_the_targets_head(tmp_path):

@@ -1,4 +1,4 @@
-"""A head that drafts a block in one pass: DFlash (Chen et al. 2026)."""
+"""A head that drafts a block in one pass: DFlash (Chen et al. 2026), and trees of it: DDTree (arXiv 2604.12989)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from flax import struct
 
 from jaxspec.drafting.aux_drafter import AuxChain, ParallelChain, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.dflash import network
 from jaxspec.heads.dflash.network import DFlashConfig
 from jaxspec.model import llama
@@ -32,12 +33,14 @@ class DFlash(ParallelChain, AuxChain):
       head: the head's configuration.
       rule: when to stop before K tokens.
       num_draft_tokens: K, less than the head's `block_size`.
+      tree: the size or the shape of a draft tree of depth K; None for a chain.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
     head: DFlashConfig = struct.field(pytree_node=False)
     rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=15)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> KVCache:
         """Returns the head's cache before prompts of length int32[B]: empty."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.heads.method import HeadMethod
+from jaxspec.heads.tree_method import TreeHeadMethod
 from jaxspec.methods.resources import LoadedModel
 
 if TYPE_CHECKING:
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlash(HeadMethod):
+class DFlash(TreeHeadMethod):
     """A few layers read several of the model's layers and draft a whole block in one pass (Chen et al. 2026).
 
-    A draft costs one pass however long it is. Its tokens do not know each other.
+    A draft costs one pass however long it is. Its tokens do not know each other. With `tree` the draft is the tree of
+    their most probable combinations (DDTree, Ringel and Romano 2026).
 
     Examples:
       >>> DFlash(draft="z-lab/Qwen3-8B-DFlash-b16", num_draft_tokens=7)
@@ -26,6 +27,7 @@ class DFlash(HeadMethod):
 
     name: ClassVar[str] = "dflash"
     needs: ClassVar[str] = "a head of DFlash: draft=DIR, or heads/dflash beside the model"
+    independent: ClassVar[bool] = True
 
     @classmethod
     def usual(cls) -> dict[str, str]:
@@ -36,15 +38,12 @@ class DFlash(HeadMethod):
         """Makes the drafter of a head of DFlash."""
         from jaxspec.heads.dflash.drafter import DFlash as Drafting
 
-        most = head.block_size - 1
-        rule, length = self.stopping(usual=most)
-        if length > most:
-            raise ValueError(
-                f"num_draft_tokens is {length}; the head was trained for blocks of {head.block_size} tokens, give 1 to "
-                f"{most}"
-            )
-        return Drafting(target.config, head, rule, length)
+        reason = f"the head was trained for blocks of {head.block_size} tokens"
+        return Drafting(
+            target.config, head, *self.stopping(usual=self.length_of(head.block_size - 1, reason))
+        )
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of one pass of the head for a whole block."""
-        return dataclasses.replace(super().cost(target, drafter, params), once=True)
+        """Returns the cost of one pass of the head over a block: the pending token and K mask tokens."""
+        rows = drafter.num_draft_tokens + 1
+        return dataclasses.replace(super().cost(target, drafter, params), once=True, rows=rows)

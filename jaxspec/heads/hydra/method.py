@@ -30,4 +30,4 @@ class Hydra(SeveralHeads):
         """Makes the drafter of heads of Hydra."""
         from jaxspec.heads.hydra.drafter import Hydra as Drafting
 
-        return Drafting(target.config, head, *self.stopping(usual=self.length_of(head.num_heads)))
+        return Drafting(target.config, head, *self.stopping(usual=self.heads_of(head.num_heads)))

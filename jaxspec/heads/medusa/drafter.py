@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import AuxTree, ParallelChain, latest
+from jaxspec.drafting.aux_drafter import AuxChain, ParallelChain, latest
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.medusa import network
@@ -14,14 +14,13 @@ from jaxspec.heads.medusa.network import MedusaConfig
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.tree import Tree
 from jaxspec.protocol import Proposal, StopRule, View, Weights
 from jaxspec.sampling import Distribution
 from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class Medusa(ParallelChain, AuxTree):
+class Medusa(ParallelChain, AuxChain):
     """Drafts token i of the round with head i, independently of the other heads.
 
     All heads run at once, on the hidden state from which the target's head predicted the pending token. A tree contains
@@ -67,15 +66,6 @@ class Medusa(ParallelChain, AuxTree):
         hidden = state.own
         heads = {**params.drafter, "heads": params.drafter["heads"][: self.num_draft_tokens]}
         logits = network.logits(self.head, heads, self.config, params.target, hidden)
-        if self.tree is not None:
-
-            def level(number: int, tokens: jax.Array, before: jax.Array, rows: Tree) -> tuple[jax.Array, int]:
-                del tokens, before, rows  # a head's logits do not depend on the tokens before it
-                return logits[:, number, None], number + 1
-
-            proposal, _ = self.draft_tree(level, 1, logits[:, 0], keys, params, distribution)
-            return proposal, state, view.cache
-
         read = jnp.broadcast_to(hidden[:, None], (*logits.shape[:2], self.head.width))
         proposal, state = self.draft_said(logits, read, keys, state, view, distribution, params.drafter)
         return proposal, state, view.cache

@@ -27,9 +27,10 @@ class Medusa(SeveralHeads):
 
     name: ClassVar[str] = "medusa"
     needs: ClassVar[str] = "heads of Medusa: draft=DIR, or heads/medusa beside the model"
+    independent: ClassVar[bool] = True
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of heads of Medusa."""
         from jaxspec.heads.medusa.drafter import Medusa as Drafting
 
-        return Drafting(target.config, head, *self.stopping(usual=self.length_of(head.num_heads)))
+        return Drafting(target.config, head, *self.stopping(usual=self.heads_of(head.num_heads)))

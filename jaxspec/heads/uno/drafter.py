@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import ParallelChain, TreeChain
+from jaxspec.drafting.aux_drafter import ParallelChain
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.uno import network
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.tree import Shape, Tree
+from jaxspec.model.tree import Shape
 from jaxspec.protocol import Beside, Drafter, Outcome, Prefill, Proposal, StopRule, View, Weights
 from jaxspec.sampling import Distribution
 from jaxspec.stopping import Constant
@@ -25,7 +25,7 @@ _NEVER = -1e30
 
 
 @struct.dataclass
-class Uno(ParallelChain, TreeChain):
+class Uno(ParallelChain):
     """Runs the target over the pending token and K − 1 noise tokens, with adapters on the noise tokens' rows.
 
     The first draft token has the target's own distribution, so it is always accepted, and verification need not run the
@@ -56,28 +56,14 @@ class Uno(ParallelChain, TreeChain):
         tokens = network.block(self.head, view.pending, view.start, self.num_draft_tokens)
         hidden, cache = network.run(config, target, self.head, own, tokens, view.start, view.cache)
         logits = network.logits(own, config, target, hidden)
-        if self.tree is None:
-            proposal, state = self.draft_said(logits, hidden, keys, state, view, distribution, own)
-        else:
-            proposal = self._tree_of(logits, keys, params, distribution)
+        if isinstance(self.tree, Dynamic):
+            # The target will draw the first token from this distribution: in a greedy text there is one candidate.
+            first = jnp.maximum(distribution.log_probs(logits[:, :1]), _NEVER)
+            logits = jnp.concatenate([first, logits[:, 1:]], axis=1)
+        proposal, state = self.draft_said(logits, hidden, keys, state, view, distribution, own)
         # The first row has run all layers on the pending token.
         proposal = dataclasses.replace(proposal, exit_hidden=hidden[:, :1], exit_layer=config.num_layers)
         return proposal, state, cache
-
-    def _tree_of(
-        self, logits: jax.Array, keys: jax.Array, params: Weights, distribution: Distribution
-    ) -> Proposal:
-        """Returns the tree of the rows' logits, float32[B, K, V]."""
-
-        def level(number: int, tokens: jax.Array, before: jax.Array, rows: Tree) -> tuple[jax.Array, int]:
-            del tokens, before, rows  # a row does not know the draft tokens before its own
-            return logits[:, number, None], number + 1
-
-        first = logits[:, 0]
-        if isinstance(self.tree, Dynamic):
-            # The target will draw the first token from this distribution: in a greedy text there is one candidate.
-            first = jnp.maximum(distribution.log_probs(first), _NEVER)
-        return self.draft_tree(level, 1, first, keys, params, distribution)[0]
 
 
 @struct.dataclass
