@@ -23,7 +23,7 @@ LINES = {
     "console": 970,
     "costs": 235,
     "decoding": 516,
-    "drafting": 1684,
+    "drafting": 1711,
     "engine": 1311,
     "grammar": 1068,
     "heads": 2402,
