@@ -29,6 +29,7 @@ from jaxspec.io.methods import acceptance_file
 from jaxspec.methods.trees import grown
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
+from jaxspec.testing import reference as slow
 from tests import tiny
 from tests.heads import files as head_files
 from tests.heads import reference
@@ -764,3 +765,19 @@ def test_trees_are_an_option(tmp_path):
         lm.drafter("hybrid", second="eagle3", draft=directory, **one)[0] for one in ({}, {"tree": "12x3"})
     )
     assert tiny.draft_cost(tree) == pytest.approx(tiny.draft_cost(chain) * (1 + 9 * 0.12))
+
+
+@pytest.mark.full
+def test_a_head_of_peagle_drafts_chains_in_one_pass(model, tmp_path):
+    draft = str(write(tmp_path / "head", peagle()))
+    prompt = [3, 4, 5, 3, 4]
+    found = model.generate(prompt, max_new_tokens=10, ignore_eos=True, method="eagle3", draft=draft)
+    assert found.tokens == slow.greedy(TARGET, tiny.params(TARGET), prompt, 10)
+    assert found.statistics.num_draft_tokens
+    with pytest.raises(ValueError, match="a head of P-EAGLE drafts chains only; leave tree out"):
+        model.drafter("eagle3", draft=draft, tree="4x2")
+    short, long = (
+        model.drafter("hybrid", second="eagle3", draft=draft, num_draft_tokens=count)[0] for count in (2, 4)
+    )
+    # The price of a draft does not depend on its length.
+    assert tiny.draft_cost(short) == pytest.approx(2 * tiny.draft_cost(long))

@@ -192,6 +192,7 @@ def lost(loss: str, p: np.ndarray, q: np.ndarray, held: np.ndarray) -> np.ndarra
     return crossed if loss == "ce" else 0.9 * apart + 0.1 * crossed
 
 
+@pytest.mark.representatives("lk", "d-pace")
 @pytest.mark.parametrize("loss", typing.get_args(losses.LossName))
 def test_a_loss_and_its_gradient_are_those_of_differences(batch, loss, monkeypatch):
     network, steps, target = network_of("eagle3")[0], 3, tiny.params(TARGET)

@@ -146,10 +146,10 @@ def _init(
 
 
 def _loss(network: DFlashNetwork, options: HeadOptions, part: np.ndarray | None) -> Loss:
-    """Returns the cross-entropy with the target's distribution, over the tokens of random blocks."""
-    steps, weights = network.head.block_size - 1, Weights(decay=options.step_decay)
+    """Returns the loss of the target's distribution, over the tokens of random blocks."""
+    steps, weights = network.head.block_size - 1, Weights(decay=options.step_decay, loss=options.loss)
     return head_loss(network, steps, weights, part, options.num_anchors)
 
 
-OPTIONS = ("num_layers", "block_size", "num_anchors", "aux_layers", "intermediate_size", "step_decay")
+OPTIONS = ("num_layers", "block_size", "num_anchors", "aux_layers", "intermediate_size", "step_decay", "loss")
 KINDS = {"dflash": Kind(_init, _loss, OPTIONS)}
