@@ -1,4 +1,4 @@
-"""Writes the counts of a benchmark's records as JSON: `python -m benchmarks.head_counts --records DIR --output FILE`.
+"""Prints tokens per round of a benchmark's runs, or writes their counts as JSON: `python -m benchmarks.head_counts`.
 
 `jaxspec bench --output DIR` writes records.jsonl with texts and times. Counts do not depend on the machine; a
 comparison at other costs of a pass needs nothing else. docs/results/heads has those of heads without included weights.
@@ -13,9 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxspec.console import frame
 from jaxspec.host.files import opened, parse_json, write_atomic
 from jaxspec.host.messages import shown
+from jaxspec.measuring.bench import speed
 
 FORMAT = "jaxspec.head-counts/1"
 # The fields of the records' header that counts depend on, or that describe the prompts.
@@ -36,16 +39,16 @@ _COUNTS = ("num_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_ac
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Write the counts of each text and run of a benchmark.
+    """Print the tokens per round of each run of a benchmark, and its ratio to the first run, with 95 % intervals.
 
     Attributes:
       records: the directory of `jaxspec bench --output`.
-      output: the file.
+      output: a file for the counts of each text and run; if it is given, nothing is printed.
       only: the runs whose names begin with this word; all if empty.
     """
 
     records: Path
-    output: Path
+    output: Path | None = None
     only: str = ""
 
 
@@ -87,12 +90,38 @@ def counts(lines: Iterable[Mapping[str, Any]], only: str = "") -> dict[str, Any]
     return {"format": FORMAT, **kept, "categories": [*categories.values()], "runs": runs}
 
 
+def table(runs: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
+    """Returns tokens ÷ rounds of each run as a Markdown table, and the ratio to the first run.
+
+    The intervals are those of the bootstrap over the texts.
+
+    Args:
+      runs: the `runs` of `counts`; all on the same prompts.
+
+    Examples:
+      >>> print(table({"one": {"num_tokens": [4, 6], "num_rounds": [2, 3]}}))
+      | run | tokens per round | ÷ one |
+      |---|---|---|
+      | one | 2.00 (2.00–2.00) | 1.00 (1.00–1.00) |
+    """
+    pairs = [np.array([run["num_tokens"], run["num_rounds"]], float).T[:, None] for run in runs.values()]
+    lines = [f"| run | tokens per round | ÷ {next(iter(runs))} |", "|---|---|---|"]
+    for name, pair in zip(runs, pairs, strict=True):
+        found = (speed.ratio_of_counts(pair, other) for other in (np.ones_like(pair), pairs[0]))
+        cells = ["-" if of is None else f"{ratio:.2f} ({of[0]:.2f}–{of[1]:.2f})" for ratio, of in found]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
 
     def work(options: Options) -> None:
         with opened(options.records / "records.jsonl") as file:
             found = counts(map(parse_json, file), options.only)
+        if options.output is None:
+            print(table(found["runs"]))
+            return
         runs = ",\n    ".join(
             f"{json.dumps(name)}: {json.dumps(run)}" for name, run in found.pop("runs").items()
         )

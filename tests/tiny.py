@@ -33,6 +33,8 @@ from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads.dflash.drafter import DFlash
 from jaxspec.heads.dflash.network import DFlashConfig
+from jaxspec.heads.dspark.drafter import DSpark
+from jaxspec.heads.dspark.network import DSparkConfig
 from jaxspec.heads.eagle.drafter import Eagle
 from jaxspec.heads.eagle.network import EagleConfig
 from jaxspec.heads.hydra.drafter import Hydra
@@ -488,6 +490,16 @@ def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return DFlash(config, head, rule, K), {**head_params(head), "vocabulary": few}
 
 
+def _dspark(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Returns a DSpark head whose rows predict the token after their own, over two of every three tokens."""
+    base, params = _dflash(config, rule)
+    of, few = base.head, params["vocabulary"]
+    head = DSparkConfig(of.block, of.aux_layers, K, of.mask_id, rank=5)
+    own = head_params(head)
+    own |= {"markov_out": own["markov_out"][few.ids], "vocabulary": few}
+    return DSpark(config, head, rule, K), own
+
+
 def _uno(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     head = UnoConfig(config.plain, 4, 2.0, (1, config.vocab_size))
     return Uno(config, head, rule, K), head_params(head)
@@ -636,6 +648,8 @@ DRAFTERS: dict[str, Case] = {
     "uno-tree": _tree(_uno),
     "dflash-tree-drawn": _tree(_dflash, DRAWN),
     "dflash-tree": _tree(_dflash, Dynamic(7, K, 7)),
+    "dspark-tree-drawn": _tree(_dspark, DRAWN),
+    "dspark-tree": _tree(_dspark, Dynamic(7, K, 3)),
     "eagle-tree": _tree(_eagle),
     "eagle-vocab": Case(_eagle_vocab, family="heads"),
     "eagle": Case(_eagle, ("eagle",), "heads"),
@@ -644,6 +658,7 @@ DRAFTERS: dict[str, Case] = {
     "medusa": Case(_medusa, ("medusa",), "heads"),
     "hydra": Case(_hydra, ("hydra",), "heads"),
     "dflash": Case(_dflash, ("dflash",), "heads"),
+    "dspark": Case(_dspark, ("dspark",), "heads"),
     "kangaroo": Case(_kangaroo, ("kangaroo",), "heads", DEEP),
     "uno-vocab": over_some_tokens(_uno, family="uno"),
     "uno-single-pass": Case(_uno_single_pass, family="uno"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -111,11 +111,11 @@ class TreeChain(ChainDrafter):
         carry: Carry,
         logits: jax.Array,
         keys: jax.Array,
-        params: Weights,
+        params: Params,
         distribution: Distribution,
     ) -> tuple[Proposal, Carry]:
         """Drafts a tree by `tree_drafter.grow` or `draw`; logits are of the draft's `vocabulary`, if it has one."""
-        vocabulary = params.drafter.get("vocabulary")
+        vocabulary = params.get("vocabulary")
         if isinstance(self.tree, Drawn):
             return draw(self.tree.shape, level, carry, logits, keys, distribution, vocabulary)
         assert self.tree is not None
@@ -127,7 +127,27 @@ class AuxTree(TreeChain, AuxChain):
 
 
 class ParallelChain(TreeChain):
-    """A base for chains and trees whose logits are all computed in one pass, before any token is drawn."""
+    """A base for chains and trees whose hidden states are all computed in one pass, before any token is drawn.
+
+    Attributes:
+      independent: whether `given` changes nothing: a token does not depend on the draft tokens before it.
+    """
+
+    independent: ClassVar[bool] = True
+
+    def given(
+        self, params: Params, logits: jax.Array, hidden: jax.Array, token: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the logits and the hidden states of draft tokens given the tokens before them.
+
+        Args:
+          params: the draft's parameters.
+          logits: float32[..., V], or [..., N] for a vocabulary of N tokens.
+          hidden: [..., D].
+          token: int32[...], the tokens before.
+        """
+        del params, token
+        return logits, hidden
 
     def draft_said(
         self,
@@ -147,24 +167,26 @@ class ParallelChain(TreeChain):
           keys, state, view, distribution, params: as in `ChainDrafter.draft`.
         """
         vocabulary = params.get("vocabulary")
-        if isinstance(self.tree, Dynamic):
+        if isinstance(self.tree, Dynamic) and self.independent:
             return combine(self.tree, said, None if vocabulary is None else vocabulary.ids), state
-        if isinstance(self.tree, Drawn):
+        if self.tree is not None:
 
             def level(number: int, tokens: jax.Array, before: jax.Array, rows: Tree) -> tuple[jax.Array, int]:
-                del tokens, before, rows  # a token does not know the draft tokens before it
-                return said[:, number, None], number + 1
+                del before, rows  # a token depends on its parent only
+                logits = self.given(params, said[:, number, None], hidden[:, number, None], tokens)[0]
+                return logits, number + 1
 
-            return draw(self.tree.shape, level, 1, said[:, 0], keys, distribution, vocabulary)[0], state
+            first = self.given(params, said[:, 0], hidden[:, 0], view.pending)[0]
+            return self.draft_tree(level, 1, first, keys, params, distribution)[0], state
 
         def step(
             carry: tuple[()], token: jax.Array, i: jax.Array, active: jax.Array
         ) -> tuple[jax.Array, jax.Array, tuple[()]]:
-            del token, active
+            del active
             logits, read = (
                 jax.lax.dynamic_index_in_dim(of, i, axis=1, keepdims=False) for of in (said, hidden)
             )
-            return logits, read, carry
+            return *self.given(params, logits, read, token), carry
 
         proposal, _, state = self.draft(step, (), keys, state, view, distribution, params)
         return proposal, state

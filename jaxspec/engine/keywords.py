@@ -25,6 +25,7 @@ MethodName = Literal[
     "dflash",
     "draft-model",
     "draft-verify",
+    "dspark",
     "eagle",
     "eagle3",
     "hybrid",

@@ -19,6 +19,8 @@ import numpy as np
 
 from jaxspec.heads.dflash import files as dflash
 from jaxspec.heads.dflash.network import usual as usual_dflash
+from jaxspec.heads.dspark import files as dspark
+from jaxspec.heads.dspark.network import usual as usual_dspark
 from jaxspec.heads.eagle import files as eagle
 from jaxspec.heads.eagle.network import usual_eagle, usual_eagle3
 from jaxspec.heads.hydra import files as hydra
@@ -86,6 +88,13 @@ class Kind(NamedTuple):
 # By the name of the method that drafts with the head. Earlier rows have precedence: if the files of two types have the
 # same tensors, and if a target has several heads.
 KINDS: dict[str, Kind] = {
+    "dspark": Kind(
+        dspark,
+        usual_dspark,
+        Writing(dspark.content),
+        by_token=dspark.BY_TOKEN,
+        training="training.heads.dspark",
+    ),
     "dflash": Kind(dflash, usual_dflash, Writing(dflash.content), training="training.heads.dflash"),
     "eagle3": Kind(
         eagle,

@@ -16,6 +16,7 @@ from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.heads.dflash.method import DFlash
+    from jaxspec.heads.dspark.method import DSpark
     from jaxspec.heads.eagle.method import Eagle, Eagle3
     from jaxspec.heads.hydra.method import Hydra
     from jaxspec.heads.kangaroo.method import Kangaroo
@@ -50,6 +51,7 @@ __all__ = [
     "CLaSp",
     "ChainMethod",
     "DFlash",
+    "DSpark",
     "DraftModel",
     "DraftVerify",
     "Eagle",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jaxspec.model.llama import Params
     from jaxspec.protocol import StopRule
-    from jaxspec.stopping import Gamma, Probe
+    from jaxspec.stopping import Estimate, Gamma
 
 StopName = Literal["constant", "confidence", "product", "probe", "adaptive-length"]
 GammaEdge = Literal["paper", "code"]
@@ -36,7 +36,8 @@ class ChainMethod(DraftingMethod):
     Attributes:
       stop_rule: when to stop before K tokens: constant (never), confidence (the probability of the last draft token is
         below gamma), product (the product of all probabilities of the draft is below gamma), probe (the same with the
-        probabilities of a probe), adaptive-length (5 tokens, + 2 after a fully accepted draft, − 1 after any other).
+        probabilities of a probe, or of dspark's confidence head), adaptive-length (5 tokens, + 2 after a fully accepted
+        draft, − 1 after any other).
         With several rules, the first one to apply stops the draft.
       gamma: the initial γ of confidence, product and probe, 0 to 1. Default 0.6, for product and probe 0.8.
       adaptive_gamma: adapt γ to the acceptance rate, as in Draft & Verify.
@@ -103,7 +104,7 @@ class ChainMethod(DraftingMethod):
         return self.stop_rule or (self.usual_rule,)
 
     def stopping(
-        self, probe: Callable[[], Probe] | None = None, usual: int | None = None
+        self, probe: Callable[[], Estimate] | None = None, usual: int | None = None
     ) -> tuple[StopRule, int]:
         """Makes the stop rule, and K, which is larger by default for rules that end a draft early.
 
@@ -131,8 +132,8 @@ class ChainMethod(DraftingMethod):
             elif name == "probe":
                 if probe is None:
                     raise ValueError(
-                        "stop_rule='probe' needs a draft that always exits at one layer; choose layerskip, adaspeed "
-                        "or adaspeed-probe"
+                        "stop_rule='probe' needs a draft that always exits at one layer or a head that predicts its "
+                        "acceptance; choose layerskip, adaspeed, adaspeed-probe or dspark"
                     )
                 rules.append(ProductBelow(self._gamma(name, length), probe()))
         if not rules:

@@ -192,7 +192,9 @@ def test_every_loop_lowers_for_accelerators(lm, method, platform):
 
 
 @pytest.mark.representatives("kangaroo")
-@pytest.mark.parametrize("method", ["dflash", "hydra", "hydra-tree", "kangaroo", "eagle-tree-drawn", "uno"])
+@pytest.mark.parametrize(
+    "method", ["dflash", "dspark", "hydra", "hydra-tree", "kangaroo", "eagle-tree-drawn", "uno"]
+)
 def test_other_heads_copy_no_cache_and_lower_for_accelerators(lm, method):
     """A block that attends to itself, a choice among matrices in the loop, and a separate cache with early exits."""
     used = calls(lm, method, 1)

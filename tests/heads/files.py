@@ -73,11 +73,15 @@ def write(directory: Path, files: Files) -> Path:
 
 @dataclasses.dataclass
 class Round:
-    """A head's predictions in one row of one round: the distribution of each draft token given the earlier ones."""
+    """A head's predictions in one row of one round: the distribution of each draft token given the earlier ones.
+
+    The first `count` of `drafts` are proposed.
+    """
 
     tokens: list[int]
     drafts: list[int]
     distributions: np.ndarray
+    count: int
 
 
 def rounds_of(
@@ -99,7 +103,8 @@ def rounds_of(
         proposal, _ = propose(parts, weights, state, 1)
         for row, length in enumerate(state.length.tolist()):
             tokens, drafts = state.tokens[row, :length].tolist(), proposal.tokens[0, row].tolist()
-            found.append(Round(tokens, drafts, np.exp(np.asarray(proposal.log_probs[0, row]))))
+            count = int(proposal.count[0, row])
+            found.append(Round(tokens, drafts, np.exp(np.asarray(proposal.log_probs[0, row])), count))
         state, _ = loop.go_on(state, 1)
         accepted = int(state.stats.num_accepted_tokens.sum())
     assert accepted, "no draft was accepted, so nothing shows where its auxiliary hidden state comes from"

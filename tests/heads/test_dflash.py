@@ -274,8 +274,7 @@ BAD = {
     "jetspec_config is .*; heads of DFlash": with_config(dflash(), jetspec_config={"tree_width": 8}),
     "projector_type is 'domino'; heads of DFlash": with_config(speculators(), projector_type="domino"),
     # deepseek-ai/dflash_qwen3_*_block7
-    "the rows of the head predict as those of DSpark": with_config(dflash(), markov_rank=0),
-    "as those of DSpark; such": with_config(speculators(), sample_from_anchor=True),
+    "markov_rank is of heads of DSpark, whose tensors": with_config(dflash(), markov_rank=0),
     "aux_hidden_state_layer_ids is None; expected a list": with_config(
         speculators(), aux_hidden_state_layer_ids=None
     ),

@@ -484,7 +484,7 @@ BAD = {
     "mask_token_id is 13; expected a whole number from 0 to 12": with_config(peagle(), mask_token_id=13),
     "model_type 'gemma' is not supported": with_config(eagle3(), model_type="gemma"),
     "is a whole model": with_tensors(eagle(), **{"fc.weight": None}),
-    "; the known types are dflash, eagle3, eagle, kangaroo, hydra, medusa": (
+    "; the known types are dspark, dflash, eagle3, eagle, kangaroo, hydra, medusa": (
         LLAMA,
         {"probe.weight": np.ones((2, 2))},
     ),

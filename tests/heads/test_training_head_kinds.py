@@ -15,6 +15,7 @@ import jaxspec
 from jaxspec.heads import files as heads
 from jaxspec.heads.dflash import network as dflash
 from jaxspec.heads.dflash.drafter import DFlash
+from jaxspec.heads.dspark.drafter import DSpark
 from jaxspec.heads.hydra import network as hydra
 from jaxspec.heads.hydra.drafter import Hydra
 from jaxspec.heads.kangaroo import network as kangaroo
@@ -50,10 +51,11 @@ OPTIONS = {
     "hydra": HeadOptions(num_heads=3),
     "kangaroo": HeadOptions(exit_layer=3),
     "dflash": HeadOptions(num_layers=2, block_size=4, num_anchors=16, aux_layers=(1, 3)),
+    "dspark": HeadOptions(num_layers=2, block_size=3, num_anchors=16, aux_layers=(1, 3), markov_rank=4),
 }
 STEPS = 3
 # These learn the target's distribution, not the text.
-DISTILLED = ("kangaroo", "dflash")
+DISTILLED = ("kangaroo", "dflash", "dspark")
 
 
 def begun(name: str, target: Any = TARGET) -> tuple[kinds.Kind, Any, Any]:
@@ -63,7 +65,7 @@ def begun(name: str, target: Any = TARGET) -> tuple[kinds.Kind, Any, Any]:
     return kind, network, params
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "dflash"])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("dflash", "dspark")])
 def test_a_head_begins_with_what_the_target_says(name, batch):
     """Its blocks are the identity and its matrix is the target's; Kangaroo's attention writes nothing."""
     _, network, params = begun(name)
@@ -87,7 +89,7 @@ def test_an_adapter_needs_an_early_exit():
 def drafter_of(name: str, network: Any) -> Any:
     if name == "kangaroo":
         return Kangaroo(TARGET, network.head, 3, num_draft_tokens=STEPS)
-    made = {"hydra": Hydra, "dflash": DFlash}.get(name, Medusa)
+    made = {"hydra": Hydra, "dflash": DFlash, "dspark": DSpark}.get(name, Medusa)
     return made(TARGET, network.head, num_draft_tokens=STEPS)
 
 
@@ -113,11 +115,13 @@ def said_by_the_decoder(name: str, network: Any, params: Any) -> Any:
         if name == "kangaroo":
             hidden, _ = kangaroo.run(network.head, params, fed(aux_hidden_states), t[None] + 1, own)
             return kangaroo.logits(network.head, params, TARGET, target, hidden)[0]
-        if name == "dflash":
-            block = jnp.where(jnp.arange(4) > 0, network.head.mask_id, fed(tokens[None])[:, :1])
+        if name in ("dflash", "dspark"):
+            head, before = network.head, fed(tokens[None])
+            block = jnp.where(jnp.arange(head.block_size) > 0, head.mask_id, before[:, :1])
             rows = llama.embedding_rows(target, block)
-            hidden, _ = dflash.run(network.head, params, rows, t[None] + 1, own)
-            return dflash.logits(network.head, params, TARGET, target, hidden[0, 1:])
+            hidden = dflash.run(head, params, rows, t[None] + 1, own)[0][0, head.first :]
+            logits = dflash.logits(head, params, TARGET, target, hidden)
+            return drafter.given(params, logits, hidden, before[0])[0]
         if name == "hydra":
             read = jnp.concatenate([own.hidden[:, None], fed(embedded)], axis=1)
             rows = [hydra.logits(network.head, params, step, read[:, : step + 2])[0] for step in range(STEPS)]
@@ -127,7 +131,7 @@ def said_by_the_decoder(name: str, network: Any, params: Any) -> Any:
     return said
 
 
-@pytest.mark.representatives("medusa", "dflash")
+@pytest.mark.representatives("medusa", "dspark")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_step_is_what_the_drafter_says_after_the_texts_own_tokens(name, batch):
     _, network, _ = begun(name)
@@ -143,17 +147,20 @@ def test_each_step_is_what_the_drafter_says_after_the_texts_own_tokens(name, bat
     assert compared > 8
 
 
-@pytest.mark.representatives("medusa", "dflash")
-@pytest.mark.parametrize("name", ["medusa", "hydra", "kangaroo", "dflash"])
+@pytest.mark.representatives("medusa", "dspark")
+@pytest.mark.parametrize("name", ["medusa", "hydra", "kangaroo", "dflash", "dspark"])
 def test_the_loss_is_the_papers(name, batch):
-    """Medusa and Hydra learn the text's tokens, token k with weight 0.8^k; the others the target's distribution."""
+    """Medusa and Hydra learn the text's tokens, token k with weight 0.8^k; the others the target's distribution.
+
+    DSpark learns its acceptance too.
+    """
     kind, network, _ = begun(name)
     params = drawn(network.head.shapes)
     loss = kind.loss(network, OPTIONS[name], None)
     given = Given(jnp.int32(0), jax.random.key(0), tiny.params(TARGET))
     (total, count), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch, given)
     steps = 1 if name == "kangaroo" else STEPS
-    (_, wanted_logits, _), logits = run(network, params, batch, steps)
+    (_, wanted_logits, outputs), logits = run(network, params, batch, steps)
     shares = np.array([0.8**step for step in range(steps)])
     wanted, rows = 0.0, 0
     for row, first, tokens in documents_of(batch):
@@ -167,6 +174,16 @@ def test_the_loss_is_the_papers(name, batch):
                         said = distribution_of(wanted_logits[row, first + told - 1])
                     wanted -= shares[step] / shares.sum() * (said @ distribution)
                     rows += step == 0
+                    if name == "dspark":
+                        hidden, before = np.split(outputs[step][row, first + t], [TARGET.hidden_size])
+                        scale = np.sqrt(np.mean(hidden**2) + TARGET.rms_norm_eps)
+                        read = np.concatenate([hidden / scale * params["norm"], before])
+                        predicted = 1 / (
+                            1 + np.exp(-(params["confidence"][0] @ read + params["confidence_bias"][0]))
+                        )
+                        accepted = np.minimum(said, np.exp(distribution)).sum()
+                        crossed = accepted * np.log(predicted) + (1 - accepted) * np.log(1 - predicted)
+                        wanted -= shares[step] / shares.sum() * crossed
     assert (float(total), int(count)) == (pytest.approx(wanted, rel=1e-4), rows)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.abs(leaf).max() > 0, path
@@ -251,6 +268,10 @@ NAMES = {
         ),
     },
 }
+NAMES["dspark"] = NAMES["dflash"] | {
+    *(f"markov_head.markov_w{number}.weight" for number in (1, 2)),
+    *(f"confidence_head.proj.{name}" for name in ("weight", "bias")),
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -284,13 +305,14 @@ def typed(folder, name: str, *more: str, kind: str) -> list[str]:
         "kangaroo": [],
         "uno": ["--lora-rank", "4", "--block-sizes", "2", "4", "--block-steps", "2"],
         "dflash": ["--num-layers", "1", "--block-size", "3", "--num-anchors", "24"],
+        "dspark": ["--num-layers", "1", "--block-size", "2", "--num-anchors", "24", "--markov-rank", "8"],
     }.get(kind, ["--num-heads", "2"])
     return [*given[:at], *given[at + 2 :], *own]
 
 
 @pytest.mark.full
-@pytest.mark.representatives("dflash")
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "kangaroo", "uno", "dflash"])
+@pytest.mark.representatives("dspark")
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "kangaroo", "uno", "dflash", "dspark"])
 def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
     assert command.main(typed(folder, f"{kind}-whole", "--steps", "6", kind=kind)) == 0
     given = typed(folder, f"{kind}-stopped", "--steps", "6", "--card-prompts", "0", kind=kind)

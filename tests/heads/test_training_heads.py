@@ -554,7 +554,7 @@ def test_the_recipe_of_the_small_target_leaves_nothing_to_choose():
     assert options.settled(10**6, {})[1] == {}
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "kangaroo", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "kangaroo", "dflash", "dspark"])
 def test_the_commands_of_the_real_models_recipe_leave_nothing_to_choose(kind):
     options = real_recipe(kind)
     assert options.made == kinds.KINDS[kind]

@@ -202,6 +202,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], set[str]]] 
     ),
     "hydra++": ({}, {"hydra_lm_head.2.1.weight": (16, 8)}, {"hydra_lm_head.2.1.weight"}),
     "dflash": ({"vocab_size": 16}, {"fc.weight": (16, 8), "hidden_norm.weight": (16,)}, set()),
+    "dspark": (
+        {"vocab_size": 16},
+        {
+            "markov_head.markov_w1.weight": (16, 4),
+            "markov_head.markov_w2.weight": (16, 4),
+            "fc.weight": (16, 8),
+        },
+        {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"},
+    ),
     "kangaroo": ({"vocab_size": 16}, {"layers.0.self_attn.q_proj.weight": (16, 8)}, set()),
 }
 

@@ -51,8 +51,8 @@ class DFlashNetwork:
         self, params: Params, embedding: Params, batch: Batch, aux_hidden_states: jax.Array, steps: int
     ) -> list[jax.Array]:
         """Runs a block after each row, whose pending token is the one after it; at most `steps` arrays [B, R, D]."""
-        hidden = self.blocks(params, embedding, batch, aux_hidden_states)
-        return [hidden[:, :, row] for row in range(1, min(steps + 1, self.head.block_size))]
+        hidden = self.blocks(params, embedding, batch, aux_hidden_states)[:, :, self.head.first :]
+        return [hidden[:, :, row] for row in range(min(steps, self.head.longest))]
 
     def blocks(
         self, params: Params, embedding: Params, batch: Batch, aux_hidden_states: jax.Array
@@ -147,7 +147,7 @@ def _init(
 
 def _loss(network: DFlashNetwork, options: HeadOptions, part: np.ndarray | None) -> Loss:
     """Returns the loss of the target's distribution, over the tokens of random blocks."""
-    steps, weights = network.head.block_size - 1, Weights(decay=options.step_decay, loss=options.loss)
+    steps, weights = network.head.longest, Weights(decay=options.step_decay, loss=options.loss)
     return head_loss(network, steps, weights, part, options.num_anchors)
 
 

@@ -55,9 +55,10 @@ class HeadOptions:
       lora_rank: the rank of Uno's adapters. Default 16.
       block_sizes: the tokens of Uno's blocks in training, the pending one included, one size after the other.
       block_steps: the steps of each of these sizes; the last one stays.
-      num_layers: the number of DFlash's layers. Default 2.
-      block_size: the tokens of DFlash's block, the pending one included. Default 8.
-      num_anchors: the number of random tokens of each window after which DFlash predicts a block, in each step.
+      num_layers: the number of DFlash's or DSpark's layers. Default 2.
+      block_size: the tokens of DFlash's or DSpark's block, the pending one included. Default 8; for DSpark 7.
+      num_anchors: the number of random tokens of each window after which they predict a block, in each step.
+      markov_rank: the rank of DSpark's bias by the token before. Default 256.
     """
 
     intermediate_size: int | None = None
@@ -80,11 +81,12 @@ class HeadOptions:
     num_layers: int | None = None
     block_size: int | None = None
     num_anchors: int = 64
+    markov_rank: int | None = None
 
     def __post_init__(self):
         for name in (
             *("intermediate_size", "draft_vocab_size", "test_steps", "num_heads"),
-            *("lora_rank", "block_steps", "num_layers", "num_anchors"),
+            *("lora_rank", "block_steps", "num_layers", "num_anchors", "markov_rank"),
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -8,7 +8,7 @@ goes on from its own output, as it drafts; the tokens are the text's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -226,6 +226,7 @@ def head_loss(
     weights: Weights,
     part: np.ndarray | None = None,
     num_rows: int | None = None,
+    further: Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array] | None = None,
 ) -> Loss:
     """Makes the loss of a head per token, in nats for `ce`: the mean over the steps, each weighted.
 
@@ -238,6 +239,7 @@ def head_loss(
       part: int32[N], the tokens that the head may choose, rising; None for all.
       num_rows: the number of random rows of each window that predict, for networks that read `batch["rows"]`; None for
         all rows.
+      further: (parameters of `reading`, output, the target's logits, the head's, mask) → a term of the loss of a step.
     """
     shares = (1.0 if weights.loss == "d-pace" else weights.decay) ** np.arange(steps)
     shares = shares / shares.sum()
@@ -282,6 +284,8 @@ def head_loss(
                 loss += weights.distribution * jnp.sum(jnp.where(mask, lost, 0.0))
             if weights.text:
                 loss += weights.text * cross_entropy(logits, *among(part, tokens, mask))
+            if further is not None:
+                loss += further(own, output, wanted, logits, mask)
             return loss
 
         def chance(step: int, output: jax.Array) -> jax.Array:

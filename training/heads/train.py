@@ -253,7 +253,7 @@ def _run_loop(
             name: str(getattr(options.head, name))
             for name in (
                 *("lora_rank", "block_sizes", "block_steps"),
-                *("num_layers", "block_size", "num_anchors"),
+                *("num_layers", "block_size", "num_anchors", "markov_rank"),
             )
             if name in kind.options
         },

@@ -21,7 +21,7 @@ from jaxspec.stopping import Constant
 
 @struct.dataclass
 class DFlash(ParallelChain, AuxChain):
-    """Drafts all tokens of a round in one pass over the pending token and K mask tokens, independently of each other.
+    """Drafts all tokens of a round in one pass over the pending token and mask tokens, independently of each other.
 
     The head's cache holds keys and values of committed tokens, from the target's hidden states. Those of a drafted
     block follow them until verification overwrites them.
@@ -32,7 +32,7 @@ class DFlash(ParallelChain, AuxChain):
       config: the target's configuration.
       head: the head's configuration.
       rule: when to stop before K tokens.
-      num_draft_tokens: K, less than the head's `block_size`.
+      num_draft_tokens: K, at most the head's `longest`.
       tree: the size or the shape of a draft tree of depth K; None for a chain.
     """
 
@@ -66,11 +66,12 @@ class DFlash(ParallelChain, AuxChain):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, distribution: Distribution
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts on the head's cache; the target's is returned untouched."""
-        masks = ((0, 0), (0, self.num_draft_tokens))
+        first = self.head.first
+        masks = ((0, 0), (0, self.num_draft_tokens + first - 1))
         block = jnp.pad(view.pending[:, None], masks, constant_values=self.head.mask_id)
         embedded = llama.embedding_rows(params.target, block)
         hidden, cache = network.run(self.head, params.drafter, embedded, view.start, state.own)
-        hidden = hidden[:, 1:]
+        hidden = hidden[:, first:]
         logits = network.logits(self.head, params.drafter, self.config, params.target, hidden)
         proposal, state = self.draft_said(logits, hidden, keys, state, view, distribution, params.drafter)
         return proposal, state._replace(own=cache), view.cache

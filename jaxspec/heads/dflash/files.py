@@ -15,8 +15,9 @@ the head reads. As in the hidden states of transformers, the output of the last 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxspec.heads.dflash.network import DFlashConfig, usual_aux_layers
@@ -34,15 +35,15 @@ from jaxspec.heads.tensors import (
 from jaxspec.host.messages import shown
 from jaxspec.io.hf.config_json import config_from, config_json, errors_of
 from jaxspec.io.hf.layout import Source
-from jaxspec.io.hf.values import section, whole, whole_or
+from jaxspec.io.hf.values import flag, section, whole, whole_or
 from jaxspec.io.tensors import Tensors
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import FINAL, AuxLayer
 
 AUX_LAYER_IDS = "target_layer_ids"
-_LAYERS, _IDS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+LAYERS, _IDS = "transformer_layer_config", "aux_hidden_state_layer_ids"
 # The tensors that only speculators writes. Without `draft_vocab_size` they repeat what the target has.
-_OF_SPECULATORS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+OF_SPECULATORS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 _OWN = {"fc": "fc.weight", "hidden_norm": "hidden_norm.weight"}
 # Options of later heads that change what is computed, by what leaves it as it is.
 _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
@@ -54,27 +55,55 @@ _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "causal_head": (False,),
     "jetspec_config": (),
     "projector_type": ("dflash",),
+    "logit_scale": (1,),
+    "markov_head_type": ("vanilla",),
 }
 
 
 def recognises(names: Collection[str]) -> bool:
     """Whether tensors of these names are a head of DFlash: EAGLE's has its `hidden_norm` in its layer."""
-    return {*_OWN.values(), "layers.0.self_attn.q_norm.weight"} <= {_plain(name) for name in names}
+    return {*_OWN.values(), "layers.0.self_attn.q_norm.weight"} <= {plain(name) for name in names}
 
 
 def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
     """The head that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
+
+    def config(values: Mapping[str, Any]) -> DFlashConfig:
+        if values.get("markov_rank") is not None:
+            raise ValueError("markov_rank is of heads of DSpark, whose tensors markov_head.* are missing")
+        return config_of(values, target)
+
+    more = OF_SPECULATORS if content.get(LAYERS) else ()
+    return read_as(directory, content, found, target, config, entries, more, {"lm_head.weight"})
+
+
+def read_as(
+    directory: Path,
+    content: Mapping[str, Any],
+    found: Tensors,
+    target: LlamaConfig,
+    config_of: Callable[[Mapping[str, Any]], DFlashConfig],
+    entries: Callable[[Any], Iterator[Entry]],
+    more: Collection[str],
+    by_token: Collection[str],
+) -> Head:
+    """Returns a head of DFlash or of a successor.
+
+    Args:
+      directory, content, found, target: as of `read`.
+      config_of: the config in the form of the authors → the head's.
+      entries: as of a head's module `files`.
+      more: names of tensors that may be there beside those of the entries.
+      by_token: see `Head`.
+    """
     # t2d only repeats what d2t says.
     refuse_left_out(directory, (name for name in found.left_out if name != "t2d"), found)
-    tensors = renamed(directory, found, _plain)
-    more = _OF_SPECULATORS if content.get(_LAYERS) else ()
+    tensors = renamed(directory, found, plain)
     with errors_of(directory / "config.json"):
-        if content.get("markov_rank") is not None or content.get("sample_from_anchor"):
-            raise ValueError("the rows of the head predict as those of DSpark; such heads are not supported")
-        config = _config(_of_speculators(content) if more else content, target)
+        config = config_of(_of_speculators(content) if content.get(LAYERS) else content)
     head = checked(directory, Head(config, tuple(entries(config)), tensors, target.vocab_size), more)
     ids = draft_ids(directory, config.head_size, target.vocab_size, tensors)
-    return dataclasses.replace(head, ids=ids, by_token={"lm_head.weight"})
+    return dataclasses.replace(head, ids=ids, by_token=by_token)
 
 
 def _of_speculators(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,14 +112,16 @@ def _of_speculators(content: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(ids, list) or any(type(one) is not int for one in ids):
         raise ValueError(f"{_IDS} is {shown(ids)}; expected a list of layers")
     left = [one - 1 for one in ids]
-    return {**section(content, _LAYERS), **content, "dflash_config": {AUX_LAYER_IDS: left}}
+    return {**section(content, LAYERS), **content, "dflash_config": {AUX_LAYER_IDS: left}}
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """Returns the name of a tensor without a prefix of its trainer."""
     return name.removeprefix("model.")
 
 
-def _config(content: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
+def config_of(content: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
+    """Returns the configuration of a head, checked to fit a target; raises ValueError."""
     values = {**content, **section(content, "dflash_config")}
     for name, usual in _UNCHANGED.items():
         if values.get(name) is not None and values[name] not in usual:
@@ -113,6 +144,7 @@ def _config(content: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
         whole(values, "block_size", 2),
         mask_id,
         None if size == target.vocab_size else size,
+        int(not flag(values, "sample_from_anchor")),
     )
 
 
@@ -123,17 +155,19 @@ def _aux_layers(values: Mapping[str, Any], block: LlamaConfig, num_layers: int) 
         ids = [layer - 1 for layer in usual_aux_layers(num_layers, block.num_layers)]
     if not isinstance(ids, list) or not ids or any(type(one) is not int for one in ids):
         raise ValueError(f"{AUX_LAYER_IDS} is {shown(ids)}; expected a list of layers")
-    if not all(0 <= one < num_layers for one in ids):
+    # The output before layer 0 is the embedding.
+    if not all(-1 <= one < num_layers for one in ids):
         raise ValueError(
             f"the head reads the outputs of the layers {shown(ids)}, the target has layers 0 to {num_layers - 1}"
         )
     return tuple(FINAL if one == num_layers - 1 else one + 1 for one in ids)
 
 
-def entries(config: DFlashConfig) -> Iterator[Entry]:
-    """Name, shape and sources of every leaf, in the order of the tree."""
+def entries(config: DFlashConfig, more: Mapping[str, str] = MappingProxyType({})) -> Iterator[Entry]:
+    """Name, shape and sources of every leaf, in the order of the tree; `more` are names of further leaves."""
+    names = {**_OWN, **more}
     for leaf, shape in leaves_of(config.shapes):
-        own = _OWN.get(leaf)
+        own = names.get(leaf)
         yield leaf, shape, [Source(own, shape, shape)] if own else llama_sources(config.block, leaf, shape)
 
 

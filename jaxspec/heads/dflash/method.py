@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.heads.tree_method import TreeHeadMethod
@@ -11,6 +12,7 @@ from jaxspec.methods.resources import LoadedModel
 if TYPE_CHECKING:
     from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
+    from jaxspec.stopping import Estimate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,16 +34,18 @@ class DFlash(TreeHeadMethod):
     @classmethod
     def usual(cls) -> dict[str, str]:
         """Returns what is done where an option is left out, by option."""
-        return super().usual() | {"num_draft_tokens": "the head's block less the pending token"}
+        return super().usual() | {"num_draft_tokens": "the tokens that the head's block drafts"}
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of a head of DFlash."""
         from jaxspec.heads.dflash.drafter import DFlash as Drafting
 
+        return Drafting(target.config, head, *self.block(head))
+
+    def block(self, head: Any, probe: Callable[[], Estimate] | None = None) -> tuple[Any, ...]:
+        """Returns the stop rule, K and the tree; raises ValueError if the head's blocks are shorter."""
         reason = f"the head was trained for blocks of {head.block_size} tokens"
-        return Drafting(
-            target.config, head, *self.stopping(usual=self.length_of(head.block_size - 1, reason))
-        )
+        return self.stopping(probe, usual=self.length_of(head.longest, reason))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of one pass of the head over a block: the pending token and K mask tokens."""

@@ -40,6 +40,7 @@ class DFlashConfig:
       block_size: the rows of a block in training, including the pending token's.
       mask_id: the mask token, which takes the place of an unknown token.
       head_size: V', the rows of its own head over a part of the vocabulary; None for the target's head.
+      first: the row of the block that predicts the first draft token; 0 if each row predicts the token after its own.
     """
 
     block: LlamaConfig
@@ -47,6 +48,7 @@ class DFlashConfig:
     block_size: int
     mask_id: int
     head_size: int | None = None
+    first: int = 1
     kind: ClassVar[str] = "dflash"
 
     @property
@@ -56,6 +58,11 @@ class DFlashConfig:
         fused = {"fc": (width, len(self.aux_layers) * width), "hidden_norm": (width,)}
         own = {} if self.head_size is None else {"head": (self.head_size, width)}
         return {**fused, "layers": whole["layers"], "norm": whole["norm"], **own}
+
+    @property
+    def longest(self) -> int:
+        """The number of draft tokens of a block."""
+        return self.block_size - self.first
 
 
 def usual_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:

@@ -159,7 +159,9 @@ class Eagle(ParallelChain, AuxTree):
             return logits(new), (cache, jnp.concatenate([hidden, new], axis=1))
 
         carry = own.cache, own.hidden[:, None]
-        proposal, (cache, _) = self.draft_tree(level, carry, logits(own.hidden), keys, params, distribution)
+        proposal, (cache, _) = self.draft_tree(
+            level, carry, logits(own.hidden), keys, params.drafter, distribution
+        )
         return proposal, cache
 
     def _step(

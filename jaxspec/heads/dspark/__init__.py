@@ -1,0 +1,1 @@
+"""Heads of DSpark, by their differences from DFlash: network, files, drafter, method."""
