@@ -132,10 +132,10 @@ class Eagle(ParallelChain, AuxTree):
 
     def _run_masks(self, params: Weights, start: jax.Array, own: Absorbed) -> Absorbed:
         """Runs K − 1 pairs of masks after the last true pair; their hidden states, with that pair's, are [B, K, D]."""
-        hidden, count = own.hidden[:, None], self.num_draft_tokens - 1
-        if not count:
+        hidden, count, mask = own.hidden[:, None], self.num_draft_tokens - 1, self.head.mask_id
+        if not count or mask is None:
             return Absorbed(own.cache, hidden)
-        masks = jnp.full((len(hidden), count), self.head.mask_id, jnp.int32)
+        masks = jnp.full((len(hidden), count), mask, jnp.int32)
         fused = network.fuse(self.head, params.drafter, params.drafter["mask_hidden"])
         fused = jnp.broadcast_to(fused, (*masks.shape, *fused.shape)).astype(hidden.dtype)
         new, cache = self._run(params, masks, fused, start, own.cache)
