@@ -728,20 +728,27 @@ def rows_of(model: LanguageModel, tmp_path: Path, layout: str) -> tuple[Path, np
 
 
 @pytest.mark.full
-@pytest.mark.representatives("tree0")
-@pytest.mark.parametrize("tree", [Dynamic(9, depth=4, width=3), Drawn(grown(9, depth=4, num_ranks=4))])
-def test_a_tree_is_that_of_the_slow_reference(tmp_path, tree):
+@pytest.mark.representatives("speculators-tree0", "peagle-tree2")
+@pytest.mark.parametrize(
+    ("layout", "tree"),
+    [
+        ("speculators", Dynamic(9, depth=4, width=3)),
+        ("speculators", Drawn(grown(9, depth=4, num_ranks=4))),
+        ("peagle", Dynamic(9, depth=4, width=3)),
+    ],
+)
+def test_a_tree_is_that_of_the_slow_reference(tmp_path, layout, tree):
     """EAGLE-2's tree has the most probable paths by the reference's probabilities, also after rounds of trees.
 
-    A drawn tree has tokens drawn from these probabilities.
+    A drawn tree has tokens drawn from these probabilities. That of P-EAGLE has the most probable combinations.
     """
-    files, target = plain("speculators"), (TARGET, tiny.params(TARGET))
+    files, target = plain(layout), (TARGET, tiny.params(TARGET))
 
     def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
         true = reference.aux_hidden_states(*target, tokens[:-1], AUX_LAYERS)
         return reference.draft_logits(*files, *target, tokens, path, true)[-1]
 
-    directory = write(tmp_path, speculators())
+    directory = write(tmp_path, LAYOUTS[layout]())
     check_trees(directory, lambda config: Eagle(TARGET, config, num_draft_tokens=4, tree=tree), logits_after)
 
 
@@ -768,16 +775,18 @@ def test_trees_are_an_option(tmp_path):
 
 
 @pytest.mark.full
-def test_a_head_of_peagle_drafts_chains_in_one_pass(model, tmp_path):
+def test_a_head_of_peagle_drafts_in_one_pass(model, tmp_path):
     draft = str(write(tmp_path / "head", peagle()))
     prompt = [3, 4, 5, 3, 4]
-    found = model.generate(prompt, max_new_tokens=10, ignore_eos=True, method="eagle3", draft=draft)
-    assert found.tokens == slow.greedy(TARGET, tiny.params(TARGET), prompt, 10)
-    assert found.statistics.num_draft_tokens
-    with pytest.raises(ValueError, match="a head of P-EAGLE drafts chains only; leave tree out"):
-        model.drafter("eagle3", draft=draft, tree="4x2")
+    expected = slow.greedy(TARGET, tiny.params(TARGET), prompt, 10)
+    for tree in (None, "9x3"):
+        found = model.generate(
+            prompt, max_new_tokens=10, ignore_eos=True, method="eagle3", draft=draft, tree=tree
+        )
+        assert found.tokens == expected
+        assert found.statistics.num_draft_tokens
     short, long = (
         model.drafter("hybrid", second="eagle3", draft=draft, num_draft_tokens=count)[0] for count in (2, 4)
     )
-    # The price of a draft does not depend on its length.
-    assert tiny.draft_cost(short) == pytest.approx(2 * tiny.draft_cost(long))
+    # A pass has K rows, each of which costs 12 % of a step of one row.
+    assert 2 * tiny.draft_cost(short) / 1.12 == pytest.approx(4 * tiny.draft_cost(long) / 1.36)

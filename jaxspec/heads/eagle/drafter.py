@@ -93,9 +93,6 @@ class Eagle(ParallelChain, AuxTree):
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, distribution: Distribution
     ) -> tuple[Proposal, ChainState, KVCache]:
         """Drafts on the head's cache; the target's cache and `hidden` are returned unchanged."""
-        if self.tree is not None:
-            proposal, cache = self._draft_tree(keys, params, state.own, view, distribution)
-            return proposal, state._replace(own=Absorbed(cache, state.own.hidden)), view.cache
         if self.head.mask_id is not None:
             own = self._run_masks(params, view.start, state.own)
             logits = network.logits(self.head, params.drafter, self.config, params.target, own.hidden)
@@ -103,6 +100,9 @@ class Eagle(ParallelChain, AuxTree):
                 logits, own.hidden, keys, state, view, distribution, params.drafter
             )
             return proposal, state._replace(own=Absorbed(own.cache, state.own.hidden)), view.cache
+        if self.tree is not None:
+            proposal, cache = self._draft_tree(keys, params, state.own, view, distribution)
+            return proposal, state._replace(own=Absorbed(cache, state.own.hidden)), view.cache
         step = functools.partial(self._step, params, view.start)
         proposal, drafted, state = self.draft(
             step, state.own, keys, state, view, distribution, params.drafter

@@ -32,14 +32,14 @@ class Eagle(TreeHeadMethod):
         """Makes the drafter of a head of EAGLE."""
         from jaxspec.heads.eagle.drafter import Eagle as Drafting
 
-        if head.mask_id is not None and self.tree is not None:
-            raise ValueError("a head of P-EAGLE drafts chains only; leave tree out")
         return Drafting(target.config, head, *self.stopping())
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of a pass for each token, or of one for the draft of a head of P-EAGLE."""
+        """Returns the cost of a pass for each token, or of one over K rows with a head of P-EAGLE."""
         cost = super().cost(target, drafter, params)
-        return dataclasses.replace(cost, once="mask_hidden" in params)
+        if "mask_hidden" not in params:
+            return cost
+        return dataclasses.replace(cost, once=True, rows=drafter.num_draft_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
