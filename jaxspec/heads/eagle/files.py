@@ -144,7 +144,6 @@ def _config(
     if len(norms) > 1:
         raise ValueError("norm_before_fc and fc_norm are both set; expected one of them at most")
     head_size = whole_or(target.vocab_size, values, "draft_vocab_size", most=target.vocab_size)
-    mask = next((name for name in _MASK_IDS if values.get(name) is not None), None)
     return EagleConfig(
         block,
         _aux_layers(content, nested, target.num_layers),
@@ -156,8 +155,14 @@ def _config(
         aux_norm=norms[0] if norms else "none",
         residual_is_normed=flag(values, "norm_before_residual"),
         output_is_normed=flag(values, "norm_output"),
-        mask_id=None if mask is None else whole(values, mask, 0, target.vocab_size - 1),
+        mask_id=_mask_id(values, target.vocab_size),
     )
+
+
+def _mask_id(values: Mapping[str, Any], vocab_size: int) -> int | None:
+    """Returns the mask token of P-EAGLE; None for other heads."""
+    given = (name for name in _MASK_IDS if values.get(name) is not None)
+    return next((whole(values, name, 0, vocab_size - 1) for name in given), None)
 
 
 def _aux_layers(content: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
