@@ -83,7 +83,7 @@ def test_a_shape_that_is_no_tree_is_refused(parents, ranks, line):
 )
 def test_each_node_sees_its_own_path_alone(monkeypatch, capacity, window, merged):
     """The hidden states equal those of each path run alone, also with blocked attention and in a ring of 256 places."""
-    config = dataclasses.replace(tiny.TARGET, sliding_windows=None if window is None else (window, None))
+    config = dataclasses.replace(tiny.TARGET, sliding_windows=() if window is None else (window, None))
     rng = np.random.default_rng(1)
     # A row far from the next block, and one that crosses into it, or to the first place of a ring.
     starts = {32: [4, 9], 256: [20, 125], 512: [140, 253]}[capacity]
