@@ -145,9 +145,10 @@ def begin(
 
 
 def target_head(target: LlamaConfig, params: Params) -> jax.Array:
-    """Returns a copy of the target's output head, float32[V, D]."""
+    """Returns a copy of the target's output head with the factor of its logits, float32[V, D]."""
     rows = llama.head(target, params)
-    return jnp.array(rows.whole() if isinstance(rows, Quantised) else rows, jnp.float32)
+    whole = rows.whole() if isinstance(rows, Quantised) else rows
+    return jnp.array(whole, jnp.float32) * target.logit_multiplier
 
 
 def bounded_norm(target: LlamaConfig, params: Params, rows: jax.Array) -> jax.Array:
