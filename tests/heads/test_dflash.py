@@ -87,6 +87,23 @@ def speculators() -> Files:
     }, tensors
 
 
+def deepspec() -> Files:
+    """Returns a head like deepseek-ai/dflash_qwen3_*_block7: one of DSpark without a bias, with copies."""
+    content, tensors = dflash()
+    copies = {"embed_tokens.weight": "embed", "lm_head.weight": "head"}
+    tensors |= {name: np.array(tiny.params(TARGET)[leaf]) for name, leaf in copies.items()}
+    own = content.pop("dflash_config")
+    return content | own | {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": tiny.K,
+        "enable_confidence_head": False,
+        "layer_types": ["full_attention"] * 2,
+        "markov_rank": 0,
+        "num_anchors": 512,
+        "tie_word_embeddings": False,
+    }, tensors
+
+
 # Drafts
 
 
@@ -136,6 +153,22 @@ def test_drafts_of_a_head_of_speculators_are_those_of_the_slow_reference(tmp_pat
     files = dflash()[0], speculators()[1]
     assert off(found, files) < 2e-5
     assert off(found, with_tensors(files, d2t=SOME - 2 * np.arange(len(SOME)))) > 1e-3
+
+
+@pytest.mark.full
+def test_drafts_of_a_head_of_deepspec_are_those_of_the_slow_reference(tmp_path):
+    """Its pending token predicts the first draft token, so a block has one mask less."""
+    found = rounds_of(
+        write(tmp_path, deepspec()), lambda config: DFlash(TARGET, config, num_draft_tokens=tiny.K)
+    )
+    model, files = (TARGET, tiny.params(TARGET)), (dflash()[0], deepspec()[1])
+
+    def logits_of(one: Round) -> np.ndarray:
+        true = reference.aux_hidden_states(*model, one.tokens[:-1], AUX_LAYERS)
+        return reference.dflash_logits(*files, *model, one.tokens[-1], tiny.K - 1, true)
+
+    assert furthest(found, logits_of) < 2e-5
+    assert off(found, files) > 1e-3
 
 
 WRONG: dict[str, Any] = {
@@ -274,7 +307,7 @@ BAD = {
     "jetspec_config is .*; heads of DFlash": with_config(dflash(), jetspec_config={"tree_width": 8}),
     "projector_type is 'domino'; heads of DFlash": with_config(speculators(), projector_type="domino"),
     # deepseek-ai/dflash_qwen3_*_block7
-    "markov_rank is of heads of DSpark, whose tensors": with_config(dflash(), markov_rank=0),
+    "markov_rank is of heads of DSpark, whose tensors": with_config(dflash(), markov_rank=256),
     "aux_hidden_state_layer_ids is None; expected a list": with_config(
         speculators(), aux_hidden_state_layer_ids=None
     ),

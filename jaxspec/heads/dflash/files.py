@@ -1,4 +1,4 @@
-"""Heads of DFlash as their authors, SpecForge and speculators publish them.
+"""Heads of DFlash as their authors, SpecForge, speculators and DeepSpec publish them.
 
 model.safetensors   fc.weight, hidden_norm.weight, layers.{l}.* of Qwen3, norm.weight, all perhaps behind `model.`
 config.json         of a Qwen3 with as many layers, whatever `model_type` says; `block_size`; `dflash_config` with
@@ -7,6 +7,9 @@ config.json         of a Qwen3 with as many layers, whatever `model_type` says; 
 The files of speculators also have `embed_tokens.weight` and `lm_head.weight`, which training does not change, and `d2t`
 and `t2d` if the latter is over a part of the vocabulary. Their Qwen3 is `transformer_layer_config`, and
 `aux_hidden_state_layer_ids` are the layers whose inputs the head reads.
+
+DeepSpec's have `markov_rank` 0, the options at the top of `config.json`, and the first two of these tensors. Each row
+of a block predicts the token after its own, as with `sample_from_anchor` of speculators.
 
 The target's embedding and head are the head's too. `target_layer_ids` are the layers, from 0, whose outputs
 the head reads. As in the hidden states of transformers, the output of the last layer is taken after the final norm.
@@ -42,7 +45,7 @@ from jaxspec.model.llama import FINAL, AuxLayer
 
 AUX_LAYER_IDS = "target_layer_ids"
 LAYERS, _IDS = "transformer_layer_config", "aux_hidden_state_layer_ids"
-# The tensors that only speculators writes. Without `draft_vocab_size` they repeat what the target has.
+# The tensors that only speculators and DeepSpec write. Without `draft_vocab_size` they repeat what the target has.
 OF_SPECULATORS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 _OWN = {"fc": "fc.weight", "hidden_norm": "hidden_norm.weight"}
 # Options of later heads that change what is computed, by what leaves it as it is.
@@ -67,13 +70,15 @@ def recognises(names: Collection[str]) -> bool:
 
 def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
     """The head that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
+    # DeepSpec writes a head of DFlash as one of DSpark of rank 0.
+    of_deepspec = content.get("markov_rank") is not None
 
     def config(values: Mapping[str, Any]) -> DFlashConfig:
-        if values.get("markov_rank") is not None:
+        if values.get("markov_rank"):
             raise ValueError("markov_rank is of heads of DSpark, whose tensors markov_head.* are missing")
-        return config_of(values, target)
+        return config_of({**values, "sample_from_anchor": True} if of_deepspec else values, target)
 
-    more = OF_SPECULATORS if content.get(LAYERS) else ()
+    more = OF_SPECULATORS if of_deepspec or content.get(LAYERS) else ()
     return read_as(directory, content, found, target, config, entries, more, {"lm_head.weight"})
 
 
