@@ -176,7 +176,7 @@ def test_the_widths_of_verification(lm, method):
     assert widths == expected.get(method, (1, 4))
 
 
-@pytest.mark.representatives(*("choosing-cuda", "draft-model-tpu", "s2d-cuda", "eagle-tree-tpu"))
+@pytest.mark.representatives(*("choosing-cuda", "s2d-cuda", "eagle-tree-tpu"))
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @each_method
 def test_every_loop_lowers_for_accelerators(lm, method, platform):

@@ -84,7 +84,7 @@ def fed(config, params, texts, sizes, capacity=256):
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "8-bit cache"])
 def test_logits_do_not_depend_on_the_pass(form):
     """A text alone, token by token, against other numbers of rows, places, neighbours and capacities."""
-    check_passes(CONFIG, form, ([3, 5, 8, 14], 32, 1), ([30], 256, 3))
+    check_passes(CONFIG, form, ([3, 5, 22], 32, 1), ([30], 256, 3))
 
 
 @pytest.mark.full
@@ -209,7 +209,7 @@ def test_a_product_does_not_depend_on_the_place_of_a_row(form):
         norm = jit(lambda x: rms_norm(x, jnp.ones(x.shape[-1], x.dtype), 1e-5, exact=True))
         for function in (functools.partial(product, weight=weight), norm):
             whole = np.asarray(function(x))
-            for width in (1, 2, 3, 5, 8, 9, 16, 33):
+            for width in (1, 3, 8, 9, 33):
                 some = RNG.permutation(40)[:width]
                 np.testing.assert_array_equal(function(x[some]), whole[some])
 

@@ -40,7 +40,7 @@ OTHER_DRAFTS = (
     *("choosing", "choosing-heads", "choosing-trees"),
 )
 # Their states and caches are of different kinds.
-REPRESENTATIVES = ("ngram", "layerskip", "eagle3")
+REPRESENTATIVES = ("ngram", "eagle3")
 
 
 def model(config=tiny.TARGET, prefix_cache=2**26, min_tokens=4) -> LanguageModel:
