@@ -1,4 +1,4 @@
-"""Penalties and bans: changes of the logits that depend on the tokens of the text before a position.
+"""Penalties, bans and grammars: changes of the logits that depend on the tokens of the text before a position.
 
 They belong to the target's sampling distribution. A draft token is part of the text before the positions after it, so
 verification applies them to the tokens on each row's path, and the text keeps the distribution of plain decoding.
@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.grammars import Grammars
 from jaxspec.model.control import run_if
 from jaxspec.model.tree import Tree
+from jaxspec.sampling import is_finite
 
 
 @struct.dataclass
@@ -34,6 +36,8 @@ class Penalties:
       words: int32[B, P, L], sequences whose last token is impossible after the others; −1 before the first token of
         shorter sequences.
       ngram: int32[B], n: no n tokens in a row occur twice in prompt and text. 0 for no ban.
+      grammar: the grammars of the rows; None for none. Where a penalty or ban leaves no token of the grammar, it has no
+        effect.
       longest_ngram: the largest n, static.
     """
 
@@ -45,10 +49,14 @@ class Penalties:
     until: jax.Array | None = None
     words: jax.Array | None = None
     ngram: jax.Array | None = None
+    grammar: Grammars | None = None
     longest_ngram: int = struct.field(pytree_node=False, default=0)
 
-    def of(self, live: jax.Array) -> Penalties:
-        """Returns the penalties without those of rows that are not live, bool[B], so that they take no time."""
+    def of(self, live: jax.Array, state: jax.Array) -> Penalties:
+        """Returns the penalties with the grammars in these states, int32[B].
+
+        Rows that are not live, bool[B], have none, so that they take no time.
+        """
 
         def kept(setting: jax.Array | None, neutral: float) -> jax.Array | None:
             return None if setting is None else jnp.where(live, setting, neutral)
@@ -59,10 +67,11 @@ class Penalties:
             presence=kept(self.presence, 0.0),
             frequency=kept(self.frequency, 0.0),
             until=None if self.until is None else jnp.where(live[:, None], self.until, 0),
+            grammar=None if self.grammar is None else self.grammar.of(live, state),
         )
 
     def active(self, length: jax.Array) -> jax.Array:
-        """Returns whether the logits of some row change, bool[].
+        """Returns whether penalties or bans change the logits of some row, bool[]; grammars do not count.
 
         A banned token that has become possible at `length`, int32[B], the committed tokens, changes nothing.
         """
@@ -85,7 +94,7 @@ class Penalties:
         """Returns the logits float32[B, R, V] with all penalties and bans applied; −inf for a banned token.
 
         Args:
-          logits: float32[B, R, V], after the pending token and after each draft token.
+          logits: float32[B, R, V], after the pending token and after each draft token, masked by the grammar.
           tokens: int32[B, N], prompt and text, valid up to length[b].
           length: int32[B].
           drafts: int32[B, R − 1], the draft tokens, −1 for none; None if R is 1.
@@ -93,7 +102,7 @@ class Penalties:
         """
         batch, rows, _ = logits.shape
         drafts = jnp.zeros((batch, 0), jnp.int32) if drafts is None else drafts
-        place = jnp.arange(rows)
+        place, given = jnp.arange(rows), logits
         depth, before = place[None], (place[:, None] >= place)[None]
         if branches is not None:
             depth, before = branches.depth, branches.behind
@@ -107,10 +116,9 @@ class Penalties:
             logits = run_if(
                 jnp.any(early & (banned >= 0)), lambda logits: _impossible(logits, banned, early), logits
             )
-        if self.words is None and self.ngram is None:
-            return logits
         # Sequences are compared with the text before each row's next token, including the drafts on its path.
-        text = _texts(tokens, length, drafts, on_path, depth)
+        if self.words is not None or self.ngram is not None:
+            text = _texts(tokens, length, drafts, on_path, depth)
         if self.words is not None:
             words = self.words[:, None]
             match = jnp.ones(words.shape[:3], bool)
@@ -130,7 +138,10 @@ class Penalties:
                 ]
                 match &= (back >= size - 1) | (shifted == _back(text, at, back)[..., None])
             logits = _impossible(logits, text, match)
-        return logits
+        if self.grammar is None:
+            return logits
+        kept = is_finite(logits) | (self.grammar.which == 0)[:, None]
+        return jnp.where(kept[..., None], logits, given)
 
     def _penalised(
         self, logits: jax.Array, tokens: jax.Array, length: jax.Array, drafts: jax.Array, on_path: jax.Array

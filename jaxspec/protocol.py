@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.grammars import Grammars
 from jaxspec.model.cache import KVCache
 from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.model.plan import LayerPlan
@@ -85,6 +86,11 @@ class View:
     def start(self) -> jax.Array:
         """The position of each row's pending token, int32[B]."""
         return self.length - 1
+
+    @property
+    def grammar(self) -> Grammars | None:
+        """The grammars of the rows; None for none."""
+        return None if self.penalties is None else self.penalties.grammar
 
     @property
     def pending(self) -> jax.Array:
@@ -238,7 +244,8 @@ class Signal:
     Attributes:
       step: int32 scalar.
       token: int32[B].
-      logits: float32[B, V], the draft's raw logits, with penalties applied; [B, N] for a draft with its own vocabulary.
+      logits: float32[B, V], the draft's raw logits, with grammar and penalties applied; [B, N] for a draft with its own
+        vocabulary.
       hidden: [B, D], the draft's last hidden state before the final norm.
       index: int32[B], the token's index in `logits`; None if it is the token itself.
 

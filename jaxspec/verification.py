@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
       keys: returns [B] for a chain; [B, K + 1], a key for each position of the text, for a tree or a coupled acceptor.
       view: the rows.
       proposal: the draft tokens within the budget, see `trimmed`.
+      states: int32[B, R], the states of the grammars before and after each draft token; None without grammars.
       widths: compiled numbers of rows, rising, static; the last one is the number of nodes + 1.
       log_probs: the largest `Parts.log_probs`, int32[]; None for never.
     """
@@ -51,6 +52,7 @@ class Inputs(NamedTuple):
     keys: Callable[[], jax.Array]
     view: View
     proposal: Proposal
+    states: jax.Array | None
     widths: tuple[int, ...]
     log_probs: jax.Array | None
 
@@ -199,6 +201,8 @@ def _judged(
       branches: the R rows of a tree; None for a chain.
     """
     view, penalties, drawing = inputs.view, inputs.view.penalties, inputs.distribution.drawing
+    if view.grammar is not None and inputs.states is not None:
+        logits = view.grammar.mask(logits, inputs.states[:, : logits.shape[1]])
 
     def sampled() -> tuple[Acceptance, jax.Array]:
         judged = logits
@@ -275,15 +279,26 @@ def _first(proposal: Proposal, count: int) -> Proposal:
     return dataclasses.replace(proposal, tokens=proposal.tokens[:, :count], log_probs=log_probs)
 
 
-def trimmed(proposal: Proposal, budget: jax.Array, depth: int) -> Proposal:
-    """Removes the draft tokens beyond `budget`, int32[B].
+def trimmed(proposal: Proposal, budget: jax.Array, depth: int, states: jax.Array | None = None) -> Proposal:
+    """Removes the draft tokens beyond `budget`, int32[B], and those that a grammar forbids.
 
-    In a tree of at most `depth` levels, every node that is not proposed becomes −1.
+    In a tree of at most `depth` levels, every node that is not proposed becomes −1. `states`: as in `Inputs`. A
+    forbidden token that was drawn stays, without those after it: the target rejects it, and then draws from what is
+    left of its distribution.
     """
+    drawn = proposal.log_probs is not None
     if proposal.parents is None:
-        return dataclasses.replace(proposal, count=jnp.minimum(proposal.count, budget))
+        count = jnp.minimum(proposal.count, budget)
+        if states is not None:
+            possible = states[:, :-1] if drawn else states[:, 1:]
+            count = jnp.minimum(count, jnp.sum(jnp.cumprod(possible >= 0, axis=1), axis=1))
+        return dataclasses.replace(proposal, count=count)
     node = jnp.arange(proposal.tokens.shape[1])[None]
-    useful = Tree.of(proposal.parents, depth).depth[:, 1:] <= budget[:, None]
+    tree = Tree.of(proposal.parents, depth)
+    useful = tree.depth[:, 1:] <= budget[:, None]
+    if states is not None:
+        parent = jnp.broadcast_to(tree.parent, states.shape)[:, 1:]
+        useful &= (along(states, parent) if drawn else states[:, 1:]) >= 0
     there = useful & (node < proposal.count[:, None]) & (proposal.tokens >= 0)
     count = jnp.max(jnp.where(there, node + 1, 0), axis=1, initial=0)
     return dataclasses.replace(proposal, tokens=jnp.where(there, proposal.tokens, -1), count=count)

@@ -23,6 +23,7 @@ from jaxspec.drafting.choosing_drafter import Choosing, widths_of
 from jaxspec.drafting.clasp_drafter import CLaSp
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.draft_verify_drafter import DraftVerify
+from jaxspec.drafting.grammar_drafter import Grammatical
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.drafting.lookup import BREAK, LookupDrafter
 from jaxspec.drafting.ngram_drafter import NGram
@@ -582,6 +583,7 @@ DRAFTERS: dict[str, Case] = {
     "autoregressive-in-turns": Case(
         lambda config, rule: (Autoregressive(K), None), family="autoregressive", has_rule=False
     ),
+    "grammar": Case(lambda config, rule: (Grammatical(K), None), ("grammar",), "ngram", has_rule=False),
     "ngram": _ngram(methods=("ngram",)),
     "ngram-earliest": _ngram("earliest"),
     "ngram-longest": _ngram("longest"),

@@ -142,12 +142,15 @@ def end_prefill(
     similarities = fed.similarities / prompts.num_fed(request.length, request.start)[:, None, None]
     logits = llama.logits(config, params.target, hidden)
     judged, penalties = logits, parts.penalties
+    grammar = None if penalties is None else penalties.grammar
+    if grammar is not None:
+        judged = grammar.mask(logits[:, None], grammar.state[:, None])[:, 0]
     if penalties is not None:
 
         def apply(logits: jax.Array) -> jax.Array:
             return penalties.apply(logits[:, None], request.tokens, request.length)[:, 0]
 
-        judged = run_if(penalties.active(request.length), apply, logits)
+        judged = run_if(penalties.active(request.length), apply, judged)
     sound = is_finite(judged)
     token = either(
         parts.distribution.drawing,
@@ -160,6 +163,10 @@ def end_prefill(
     count = sound.astype(jnp.int32)
     length = request.length + count
     done = ~sound | is_eos(token[:, None], request.eos_ids)[:, 0] | (length >= request.limit)
+    state_after = jnp.zeros_like(length)
+    if grammar is not None:
+        state_after = grammar.step(grammar.state, token)
+        done |= grammar.ends(state_after)
     tokens = put_rows(request.tokens, token[:, None], request.length, count)
     view = View(tokens, length, cache, jnp.where(done, 0, request.limit - length - 1))
     fed = dataclasses.replace(fed, similarities=similarities)
@@ -171,6 +178,7 @@ def end_prefill(
         keys=request.keys,
         done=done,
         broken=~sound,
+        grammar=state_after,
         cache=cache,
         drafter_state=_begun(params, parts, fed, view, request, chunk_size),
         stats=Stats(jnp.zeros((batch, parts.drafter.num_draft_tokens + 3), jnp.int32)),

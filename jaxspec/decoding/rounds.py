@@ -10,9 +10,11 @@ import jax.numpy as jnp
 
 from jaxspec import verification
 from jaxspec.decoding.rows import DecodeState, Emitted, Parts, Stats, is_eos, put_rows
+from jaxspec.grammars import Grammars
 from jaxspec.model import cache as kv
 from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Outcome, View, Weights
+from jaxspec.model.tree import along
+from jaxspec.protocol import Acceptance, Outcome, View, Weights
 from jaxspec.sampling import fold_in, keys_at
 
 
@@ -89,7 +91,7 @@ def decode_round(
     """
     live = ~state.done
     # The settings of finished rows must not cost the others time.
-    parts = parts.of(live)
+    parts = parts.of(live, state.grammar)
     # Randomness depends on the row and on its length alone: a text does not depend on its neighbours or on the calls.
     keys = fold_in(state.keys, state.length)
     # A round always commits one token after the accepted drafts, so a draft gets one token less than the budget.
@@ -106,8 +108,10 @@ def decode_round(
         proposal, drafter_state, cache = drafter.propose(
             fold_in(keys, 0), params, state.drafter_state, view, parts.distribution
         )
+    grammar = view.grammar
+    states = None if grammar is None else grammar.walk(proposal.tokens, proposal.parents, depth)
     # A drafter may propose more than the budget of a row; the rest must not be counted or committed.
-    proposal = verification.trimmed(proposal, budget, depth)
+    proposal = verification.trimmed(proposal, budget, depth, states)
     # A tree has several drafts at one depth, so its keys go by position as well.
     by_place = coupled or proposal.parents is not None
 
@@ -117,7 +121,17 @@ def decode_round(
     view = dataclasses.replace(view, cache=cache)
     widths, reports = parts.verify_widths, parts.reports
     inputs = verification.Inputs(
-        config, params, drafter, parts.acceptor, parts.distribution, own, view, proposal, widths, reports
+        config,
+        params,
+        drafter,
+        parts.acceptor,
+        parts.distribution,
+        own,
+        view,
+        proposal,
+        states,
+        widths,
+        reports,
     )
     # One pass of the target over the pending token and the drafts gives its distribution after each of them.
     with jax.named_scope("verify"):
@@ -128,7 +142,13 @@ def decode_round(
     tokens = verification.text_of(view, proposal.tokens, acceptance)
     # The text ends at the first end-of-text token, even if later drafts were accepted.
     column = jnp.arange(tokens.shape[1])[None]
-    ended = is_eos(tokens, state.eos_ids) & (column <= acceptance.count[:, None])
+    ended = is_eos(tokens, state.eos_ids)
+    after = None
+    if grammar is not None and states is not None:
+        # It also ends where its grammar allows no other token.
+        after = _states_after(grammar, states, acceptance, tokens.shape[1])
+        ended |= grammar.ends(after)
+    ended &= column <= acceptance.count[:, None]
     count = jnp.min(jnp.where(ended, column + 1, acceptance.count[:, None] + 1), axis=1)
     # Tokens after non-finite logits are meaningless; finished rows commit nothing.
     broken = live & (sound < count)
@@ -156,6 +176,7 @@ def decode_round(
         length=length,
         done=state.done | broken | (live & jnp.any(ended, axis=1)) | (length >= state.limit),
         broken=state.broken | broken,
+        grammar=state.grammar if after is None else jnp.where(count > 0, _last(after, count), state.grammar),
         cache=ran.cache,
         drafter_state=drafter_state,
         stats=_counted(state.stats, outcome),
@@ -168,6 +189,20 @@ def _counted(stats: Stats, outcome: Outcome) -> Stats:
     bins = jnp.arange(stats.acceptance_histogram.shape[1])[None] == outcome.accepted[:, None]
     more = (outcome.count > 0)[:, None], outcome.drafted[:, None], bins & (outcome.drafted > 0)[:, None]
     return Stats(stats.counts + jnp.concatenate([one.astype(jnp.int32) for one in more], axis=1))
+
+
+def _last(values: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns values[b, count[b] − 1], of values [B, T]."""
+    return jnp.take_along_axis(values, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+
+
+def _states_after(grammar: Grammars, states: jax.Array, acceptance: Acceptance, width: int) -> jax.Array:
+    """Returns the states of the grammars after the accepted drafts and the token after them, int32[B, width]."""
+    if acceptance.path is not None:
+        states = along(states, acceptance.path)
+    at = acceptance.count[:, None]
+    last = grammar.step(jnp.take_along_axis(states, at, axis=1)[:, 0], acceptance.token)
+    return jnp.where(jnp.arange(width) == at, last[:, None], jnp.roll(states[:, :width], -1, axis=1))
 
 
 def _of_places(state: DecodeState, depth: int) -> jax.Array:

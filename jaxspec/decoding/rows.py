@@ -48,10 +48,13 @@ class Parts:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", kinds_of((self.drafter, self.acceptor, self.distribution)))
 
-    def of(self, live: jax.Array) -> Parts:
-        """Returns the parts with which rows that are not live, bool[B], are greedy and report nothing."""
+    def of(self, live: jax.Array, state: jax.Array) -> Parts:
+        """Returns the parts for a round with the grammars in these states, int32[B].
+
+        Rows that are not live, bool[B], are greedy, without grammar, and report nothing.
+        """
         log_probs = None if self.log_probs is None else self.log_probs * live
-        penalties = None if self.penalties is None else self.penalties.of(live)
+        penalties = None if self.penalties is None else self.penalties.of(live, state)
         distribution = self.distribution.of(live)
         return dataclasses.replace(self, distribution=distribution, penalties=penalties, log_probs=log_probs)
 
@@ -157,6 +160,7 @@ class DecodeState:
       limit, eos_ids, keys: as in `Request`.
       done: bool[B], whether a row is finished; a finished row does not change.
       broken: bool[B], rows that ended because their next logits were not finite.
+      grammar: int32[B], the state of each row's grammar after its text; 0 without one.
       cache: the KV cache of the target.
       drafter_state: the state of the drafter.
       stats: the counts.
@@ -169,6 +173,7 @@ class DecodeState:
     keys: jax.Array
     done: jax.Array
     broken: jax.Array
+    grammar: jax.Array
     cache: KVCache
     drafter_state: State
     stats: Stats

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxspec.drafting.chain_drafter import ChainDrafter, ChainState
-from jaxspec.drafting.tree_drafter import Drawn, Dynamic, Level, combine, draw, grow
+from jaxspec.drafting.tree_drafter import Drawn, Dynamic, Level, combine, draw, grow, masked
 from jaxspec.model import cache as kv
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -112,14 +112,21 @@ class TreeChain(ChainDrafter):
         logits: jax.Array,
         keys: jax.Array,
         params: Params,
+        view: View,
         distribution: Distribution,
     ) -> tuple[Proposal, Carry]:
         """Drafts a tree by `tree_drafter.grow` or `draw`; logits are of the draft's `vocabulary`, if it has one."""
         vocabulary = params.get("vocabulary")
-        if isinstance(self.tree, Drawn):
-            return draw(self.tree.shape, level, carry, logits, keys, distribution, vocabulary)
+        ids = None if vocabulary is None else vocabulary.ids
+        begin: tuple[Level[Any], Any, jax.Array] = (level, carry, logits)
+        if view.grammar is not None:
+            begin = masked(view.grammar, *begin, ids)
         assert self.tree is not None
-        return grow(self.tree, level, carry, logits, None if vocabulary is None else vocabulary.ids)
+        if isinstance(self.tree, Drawn):
+            proposal, end = draw(self.tree.shape, *begin, keys, distribution, vocabulary)
+        else:
+            proposal, end = grow(self.tree, *begin, ids)
+        return proposal, end if view.grammar is None else end[0]
 
 
 class AuxTree(TreeChain, AuxChain):
@@ -167,7 +174,8 @@ class ParallelChain(TreeChain):
           keys, state, view, distribution, params: as in `ChainDrafter.draft`.
         """
         vocabulary = params.get("vocabulary")
-        if isinstance(self.tree, Dynamic) and self.independent:
+        # Under a grammar a token depends on those before it.
+        if isinstance(self.tree, Dynamic) and self.independent and view.grammar is None:
             return combine(self.tree, said, None if vocabulary is None else vocabulary.ids), state
         if self.tree is not None:
 
@@ -177,7 +185,7 @@ class ParallelChain(TreeChain):
                 return logits, number + 1
 
             first = self.given(params, said[:, 0], hidden[:, 0], view.pending)[0]
-            return self.draft_tree(level, 1, first, keys, params, distribution)[0], state
+            return self.draft_tree(level, 1, first, keys, params, view, distribution)[0], state
 
         def step(
             carry: tuple[()], token: jax.Array, i: jax.Array, active: jax.Array

@@ -151,15 +151,23 @@ def _coupled_draw(keys: jax.Array, log_probs: jax.Array, vocabulary: Vocabulary 
 
 def _penalised(
     step: Step[Carry], view: View, penalties: Penalties, vocabulary: Vocabulary | None
-) -> Step[tuple[Carry, jax.Array]]:
-    """Returns the step with penalties for text and draft so far; its carry also has their tokens, int32[B, N]."""
-    row = jnp.arange(view.length.shape[0])
+) -> Step[tuple[Carry, jax.Array, jax.Array]]:
+    """Returns the step with grammars and penalties for text and draft so far.
+
+    Its carry also has the tokens of both, int32[B, N], and the states of the grammars, int32[B].
+    """
+    row, grammar = jnp.arange(view.length.shape[0]), penalties.grammar
 
     def penalised(
-        carry: tuple[Carry, jax.Array], token: jax.Array, i: jax.Array, active: jax.Array
-    ) -> tuple[jax.Array, jax.Array, tuple[Carry, jax.Array]]:
-        inner, text = carry
+        carry: tuple[Carry, jax.Array, jax.Array], token: jax.Array, i: jax.Array, active: jax.Array
+    ) -> tuple[jax.Array, jax.Array, tuple[Carry, jax.Array, jax.Array]]:
+        inner, text, state = carry
         logits, hidden, inner = step(inner, token, i, active)
+        if grammar is not None:
+            # In step 0 the state has read the pending token already.
+            state = jnp.where(i > 0, grammar.step(state, token), state)
+            ids = None if vocabulary is None else vocabulary.ids
+            logits = grammar.mask(logits[:, None], state[:, None], ids)[:, 0]
         # In step 0 this writes the pending token again, which the text already has.
         text = text.at[row, view.start + i].set(token)
 
@@ -168,7 +176,7 @@ def _penalised(
             every = penalties.apply(every[:, None], text, view.length + i)[:, 0]
             return every if vocabulary is None else every[:, vocabulary.ids]
 
-        return run_if(penalties.active(view.length), apply, logits), hidden, (inner, text)
+        return run_if(penalties.active(view.length), apply, logits), hidden, (inner, text, state)
 
     return penalised
 
@@ -317,7 +325,8 @@ class ChainDrafter(Drafter):
         begin: tuple[Step[Any], Any] = (step, carry)
         # A draft under the target's penalties is accepted more often; only then must the step carry the text.
         if view.penalties is not None:
-            begin = _penalised(step, view, view.penalties, vocabulary), (carry, view.tokens)
+            state_now = jnp.zeros_like(view.length) if view.grammar is None else view.grammar.state
+            begin = _penalised(step, view, view.penalties, vocabulary), (carry, view.tokens, state_now)
         proposal, end, rule = draft_chain(
             *(
                 *begin,

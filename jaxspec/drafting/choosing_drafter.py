@@ -245,7 +245,7 @@ class Choosing(Drafter):
         rule, found = self.rule, []
         for at in rule.lookups:
             lookup: Any = self.candidates[at]
-            copied, promised = lookup.look_up(each[at], view)
+            copied, promised = lookup.drafts(each[at], view)
             found.append(Found(widened(copied.tokens, self.num_draft_tokens), copied.count, promised))
         # The choice comes before a model drafts, so it cannot depend on the tokens drawn.
         choice = rule.choose(state.rule, tuple(found), view.length, view.budget)

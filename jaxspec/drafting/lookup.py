@@ -84,8 +84,20 @@ class LookupDrafter(Drafter):
         """
         raise NotImplementedError
 
+    def drafts(self, keys: jax.Array, view: View) -> tuple[Proposal, jax.Array]:
+        """Returns the drafts of `look_up` under the grammars of the rows, and the expected acceptance.
+
+        A draft ends before the first forbidden token. While a grammar allows a single token after it, the draft goes on
+        with that token.
+        """
+        copied, promised = self.look_up(keys, view)
+        if view.grammar is None:
+            return copied, promised
+        tokens, kept, count = view.grammar.completed(copied.tokens, copied.count)
+        return Proposal(tokens, count), jnp.minimum(promised, kept) + (count - kept)
+
     def propose(
         self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
     ) -> tuple[Proposal, State, KVCache]:
-        """Proposes the draft of `look_up`; the target's cache is returned unchanged."""
-        return self.look_up(keys, view)[0], state, view.cache
+        """Proposes `drafts`; the target's cache is returned unchanged."""
+        return self.drafts(keys, view)[0], state, view.cache

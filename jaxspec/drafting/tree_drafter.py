@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.grammars import Grammars
 from jaxspec.model.tree import Shape, Tree, along
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Proposal
@@ -73,6 +74,26 @@ class Drawn:
     def num_drafted(self) -> int:
         """The number of nodes that the draft model runs: those with children."""
         return len(set(self.shape.parents) - {-1})
+
+
+def masked(
+    grammar: Grammars, level: Level[Carry], carry: Carry, logits: jax.Array, ids: jax.Array | None
+) -> tuple[Level[tuple[Carry, jax.Array]], tuple[Carry, jax.Array], jax.Array]:
+    """Returns the arguments of `grow` and `draw` for logits that a grammar masks.
+
+    The carry also has the states of the grammar at the rows that have been run, int32[B, R].
+    """
+
+    def masked_level(
+        carry: tuple[Carry, jax.Array], tokens: jax.Array, before: jax.Array, rows: Tree
+    ) -> tuple[jax.Array, tuple[Carry, jax.Array]]:
+        inner, states = carry
+        logits, inner = level(inner, tokens, before, rows)
+        here = grammar.step(along(states, jnp.broadcast_to(before, tokens.shape)), tokens)
+        return grammar.mask(logits, here, ids), (inner, jnp.concatenate([states, here], axis=1))
+
+    states = grammar.state[:, None]
+    return masked_level, (carry, states), grammar.mask(logits[:, None], states, ids)[:, 0]
 
 
 def grow(

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from jaxspec.grammar.table import TokenTable
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.base import Method
 from jaxspec.methods.resources import HasModel
@@ -28,6 +29,7 @@ MethodName = Literal[
     "dspark",
     "eagle",
     "eagle3",
+    "grammar",
     "hybrid",
     "hydra",
     "kangaroo",
@@ -57,6 +59,7 @@ class Keywords(TypedDict, total=False):
     repetition_penalty: Numbers
     presence_penalty: Numbers
     frequency_penalty: Numbers
+    grammar: TokenTable | Sequence[TokenTable | None] | None
     seed: Integers
     stop: str | Sequence[str] | None
     stop_token_ids: Integers

@@ -154,6 +154,7 @@ class Preparation:
             ignore_eos=ignore_eos,
             stop_ids=stops.ids,
             rules=Rules.of(self.model.defaults),
+            grammar=options.grammar,
             log_probs=log_probs,
             name="prompts" if messages is None else "messages",
         )

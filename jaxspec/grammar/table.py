@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxspec.grammar.automaton import GrammarError
+from jaxspec.grammar.certain import certain_tokens
 
 # The most entries of a table; 32 MiB on the device.
 MAX_ENTRIES = 2**23
@@ -27,12 +28,15 @@ class TokenTable:
       next: the state after a token of a class, [S, C] int32; -1 if the grammar forbids it.
       final: whether the text may end in a state, [S] bool; end tokens are allowed exactly there.
       key: a hash of the content.
+      certain: the token that is drafted in each state, because all texts go on with its bytes, [S] int32; -1 for none.
+        None drafts a token only where it is the only one.
     """
 
     class_of: np.ndarray
     next: np.ndarray
     final: np.ndarray
     key: str
+    certain: np.ndarray | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +87,9 @@ def token_table(
     used, class_of = np.unique(found, return_inverse=True)
     table = functions.rows[used].T.astype(np.int32)
     table[table == num_states] = -1
-    return _trimmed(table, final, class_of.reshape(-1))
+    trimmed = _trimmed(table, final, class_of.reshape(-1))
+    certain = certain_tokens(trimmed.class_of, trimmed.next, trimmed.final, tokens)
+    return dataclasses.replace(trimmed, certain=certain)
 
 
 def _different(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxspec.methods.clasp import CLaSp
     from jaxspec.methods.draft_model import DraftModel
     from jaxspec.methods.draft_verify import DraftVerify
+    from jaxspec.methods.grammar import Grammar
     from jaxspec.methods.hybrid import Hybrid
     from jaxspec.methods.layerskip import LayerSkip
     from jaxspec.methods.ngram import NGram
@@ -56,6 +57,7 @@ __all__ = [
     "DraftVerify",
     "Eagle",
     "Eagle3",
+    "Grammar",
     "Hybrid",
     "Hydra",
     "Kangaroo",

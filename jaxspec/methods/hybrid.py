@@ -30,7 +30,8 @@ class Hybrid(Method):
     This class takes two methods with their own options.
 
     Attributes:
-      first: the method that copies drafts from text: suffix or ngram. Give its options too. Default suffix.
+      first: the method that copies drafts from text: suffix or ngram; or grammar. Give its options too. Default
+        suffix.
       second: the method that drafts with a model: any other method. Give its options too. Default layerskip.
       draft_cost: the cost of a draft token of the second method, or of a level of its tree, in steps of one token.
         Default: the size of the weights that it reads, relative to those that a step of the model reads.
@@ -91,7 +92,8 @@ class Hybrid(Method):
         first, _ = parts["first"].build(target, resources)
         if not isinstance(first, LookupDrafter):
             raise ValueError(
-                f"first is {parts['first'].name}, which drafts with a model; give suffix or ngram, or swap the two"
+                f"first is {parts['first'].name}, which drafts with a model; give suffix, ngram or grammar, or swap "
+                "the two"
             )
         second, own = parts["second"].build(target, resources)
         second = second.taking_turns()

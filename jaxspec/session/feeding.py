@@ -23,6 +23,7 @@ from jaxspec.session.prefix import Prefix, PrefixStore
 from jaxspec.session.reuse import Reuse
 from jaxspec.session.rows import Held
 from jaxspec.session.strategies import Strategy
+from jaxspec.texts.grammars import tables_on
 from jaxspec.texts.requests import RowRequest
 from jaxspec.texts.row_settings import Shapes, distribution_of
 
@@ -149,6 +150,8 @@ class Feeding:
         distribution, penalties, log_probs = self._loop.put(
             (distribution_of(requests), self._shapes.penalties(requests), reported)
         )
+        grammar = tables_on(self._loop.place, self._loop.config.vocab_size).of(requests)
+        penalties = dataclasses.replace(penalties, grammar=grammar)
         return Parts(
             self._drafter,
             self._acceptor,

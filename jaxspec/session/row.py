@@ -15,6 +15,7 @@ from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.programs.executables import VariantCounts
 from jaxspec.session.session import Session, Update
 from jaxspec.session.strategies import Strategy
+from jaxspec.texts.grammars import is_complete
 from jaxspec.texts.requests import RowRequest, Stops
 from jaxspec.texts.results import FinishReason, Piece, Result, Statistics, played_rounds
 from jaxspec.texts.text import RowText, Token, row_text
@@ -158,11 +159,13 @@ class Row:
         return Piece(update.index, gained, tokens, statistics, result, self._tokens, self._new_text)
 
     def _reason(self) -> FinishReason:
-        """Returns the reason why the text ended, by its last token."""
+        """Returns the reason why the text ended, by its tokens."""
         last = self._tokens[-1].id if self._tokens else None
         if last in self._request.stop_ids:
             return "stop"
-        return "eos" if last in self._request.eos_ids else "length"
+        if last in self._request.eos_ids or is_complete(self._request, [token.id for token in self._tokens]):
+            return "eos"
+        return "length"
 
 
 def _counts(stats: Stats) -> dict[str, Any]:

@@ -36,15 +36,19 @@ def _normalised(weights: np.ndarray) -> np.ndarray:
 
 
 def text_distribution(
-    next_probs: Callable[[tuple[int, ...]], np.ndarray], length: int, eos: Collection[int] = ()
+    next_probs: Callable[[tuple[int, ...]], np.ndarray | None], length: int, eos: Collection[int] = ()
 ) -> dict[tuple[int, ...], float]:
-    """Returns the probability of every text of `length` tokens, or of fewer that end with one of `eos`."""
+    """Returns the probability of every text of `length` tokens, or of fewer that end with one of `eos`.
+
+    A text also ends where `next_probs` returns None.
+    """
 
     def texts(prefix: tuple[int, ...], mass: float) -> Iterator[tuple[tuple[int, ...], float]]:
-        if len(prefix) == length or (prefix and prefix[-1] in eos):
+        ended = len(prefix) == length or (prefix and prefix[-1] in eos)
+        if ended or (probs := next_probs(prefix)) is None:
             yield prefix, mass
             return
-        for token, prob in enumerate(next_probs(prefix)):
+        for token, prob in enumerate(probs):
             if prob > 0:
                 yield from texts((*prefix, token), mass * prob)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.host.messages import shown
 
 if TYPE_CHECKING:
+    from jaxspec.grammar.table import TokenTable
     from jaxspec.methods.acceptors import AcceptorName
     from jaxspec.texts.requests import Integers, Numbers
 
@@ -41,6 +42,10 @@ class GenerationOptions:
         They are part of the model's sampling distribution with every method: a draft token counts as text for the
         tokens after it. At most 1e5; a repetition penalty is at least 1e-5. Default: the values in
         generation_config.json, or else no penalty.
+      grammar: the automaton that the text follows, for all prompts or one per prompt, None for none. The model's
+        distribution is restricted to the tokens that it allows, with every method. The text ends where it allows
+        nothing but the end; end tokens are possible only in its final states. If the budget ends before, the finish
+        reason is `length`. Where a penalty, a ban or `min_new_tokens` leaves no token of the grammar, it has no effect.
       seed: the seed of the random numbers; each prompt of a list has its own random stream. With one seed per prompt,
         a prompt's text does not depend on its position in the list. Method `auto` is an exception unless the acceptor
         is coupled: it chooses for the whole batch, and prompts with the same seed use different random streams.
@@ -50,7 +55,7 @@ class GenerationOptions:
       ignore_eos: whether to continue after the model's end tokens, up to the budget. The end tokens are the
         `eos_token_id`s of config.json and generation_config.json together; transformers uses only the latter.
       logprobs: whether to report each token's log-probability under the model's own distribution, without temperature,
-        filters and penalties.
+        filters, penalties and grammar.
       top_logprobs: the number of likeliest tokens, up to 20, that are reported beside each token under the same
         distribution, see `Token.top`. With more than 0, `logprobs` need not be given.
       chat: whether each prompt is a user's message, to which the chat template is applied.
@@ -75,6 +80,7 @@ class GenerationOptions:
     repetition_penalty: Numbers = None
     presence_penalty: Numbers = None
     frequency_penalty: Numbers = None
+    grammar: TokenTable | Sequence[TokenTable | None] | None = None
     seed: Integers = 0
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Integers = ()

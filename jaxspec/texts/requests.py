@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.grammar.table import TokenTable
 from jaxspec.host.arguments import listed, real, whole
 from jaxspec.host.messages import shown
 from jaxspec.io.hf.generation_json import NO_RULES, Rules
 from jaxspec.io.tokenizers.chat import text_of
 from jaxspec.model.config import LlamaConfig
 from jaxspec.sampling import is_greedy
+from jaxspec.texts.grammars import packed
 
 # A message has a `role` and a `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}.
 Message = Mapping[str, Any]
@@ -49,6 +51,7 @@ class RowRequest:
         greedy (`sampling.is_greedy`) becomes 0.
       repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
       rules: the bans of the model's generation_config.json.
+      grammar: the automaton that the text follows; None for none.
       log_probs: the number of likeliest tokens that are reported beside the log-probability of each token; −1 for no
         report.
       seed: the seed of its random numbers.
@@ -71,6 +74,7 @@ class RowRequest:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     rules: Rules = NO_RULES
+    grammar: TokenTable | None = None
     log_probs: int = -1
     seed: int = 0
     stream: int = 0
@@ -335,6 +339,7 @@ def requests_of(
     copies: int = 1,
     stop_ids: Sequence[int] = (),
     rules: Rules = NO_RULES,
+    grammar: Any = None,
     log_probs: int = -1,
     name: str = "prompts",
 ) -> list[RowRequest]:
@@ -350,6 +355,7 @@ def requests_of(
         given.
       stop_ids: as in `Stops`.
       rules: the bans of the model's generation_config.json.
+      grammar: as in `LanguageModel.generate`.
       log_probs: as in `RowRequest`.
       name: the name of the argument with the prompts, for errors.
 
@@ -364,6 +370,7 @@ def requests_of(
     }
     budgets = per_row("max_new_tokens", max_new_tokens, count, whole)
     least = per_row("min_new_tokens", min_new_tokens, count, whole)
+    grammars = per_row("grammar", grammar, count, _table)
     seeds, own = per_row("seed", seed, count, whole), listed(seed) is not None
     ends = () if ignore_eos else config.eos_token_ids
     stop_ids = tuple(index for index in stop_ids if index not in ends)
@@ -387,6 +394,7 @@ def requests_of(
                 eos_ids=(*ends, *stop_ids),
                 stop_ids=stop_ids,
                 rules=_with_minimum(rules, least[index], budget),
+                grammar=grammars[index],
                 log_probs=log_probs,
                 seed=0 if seeds[index] is None else seeds[index],
                 # A request with its own seed gives the same text at each place in the list.
@@ -395,7 +403,15 @@ def requests_of(
             )
             for copy in range(copies)
         ]
+        if grammars[index] is not None:  # a grammar that does not fit must not stop other rows
+            packed(grammars[index], requests[-1].eos_ids, config.vocab_size)
     return requests
+
+
+def _table(name: str, table: Any) -> TokenTable:
+    if not isinstance(table, TokenTable):
+        raise ValueError(f"{name} is {shown(table)}; give a jaxspec.grammar.table.TokenTable")
+    return table
 
 
 def _with_minimum(rules: Rules, min_new_tokens: int | None, budget: int) -> Rules:

@@ -30,6 +30,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import left_whole, spread_config, with_copies, without_copies
 from tests import gguf_files, tiny, xla
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
+from tests.grammars import greedy_text, table
 
 # Data × model, for two key/value heads with four query heads each.
 MESHES = ("1x8", "2x4", "4x2", "8x1")
@@ -47,6 +48,7 @@ from jaxspec import LanguageModel
 from jaxspec.model import llama
 from jaxspec.model.sharding import spread
 from tests import tiny
+from tests.grammars import table
 
 assert jax.device_count() == 8
 made = {}
@@ -64,6 +66,9 @@ for name, mesh in json.loads(sys.argv[1]):
         prompts = json.loads(sys.argv[2])
         rows = lm.generate(prompts, max_new_tokens=10, method=(drafter, own))
         found = {"texts": [row.tokens for row in rows], "drafted": sum(r.statistics.num_draft_tokens for r in rows)}
+        if name == "ngram":
+            rows = lm.generate(prompts[:2], max_new_tokens=10, method=(drafter, own), grammar=[table(5, 16), None])
+            found["under_a_grammar"] = [row.tokens for row in rows]
     except Exception as error:
         found = {"error": repr(error)}
     print(json.dumps(found), flush=True)
@@ -272,6 +277,9 @@ def check_decoded(name, found):
     config = dataclasses.replace(tiny.config_of(name), vocab_size=16, num_heads=8)
     assert found.get("texts") == [tiny.greedy(prompt, 10, config=config) for prompt in PROMPTS], found
     assert (found["drafted"] > 0) == (not name.startswith("autoregressive"))
+    if name == "ngram":
+        rows = zip((table(5, 16), None), PROMPTS, strict=False)
+        assert found["under_a_grammar"] == [greedy_text(*row, config, 10, ()) for row in rows]
 
 
 @pytest.mark.full

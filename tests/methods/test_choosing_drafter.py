@@ -674,6 +674,6 @@ def test_what_it_is_made_of():
     assert tiny.draft_cost(every) == pytest.approx(expected)
     assert tiny.draft_cost(lm.drafter("hybrid", second="ngram")[0]) == 0
     with pytest.raises(
-        ValueError, match="first is layerskip, which drafts with a model; give suffix or ngram"
+        ValueError, match="first is layerskip, which drafts with a model; give suffix, ngram or grammar"
     ):
         lm.drafter("hybrid", first="layerskip", second="ngram", exit_layer=1)

@@ -159,9 +159,8 @@ class Eagle(ParallelChain, AuxTree):
             return logits(new), (cache, jnp.concatenate([hidden, new], axis=1))
 
         carry = own.cache, own.hidden[:, None]
-        proposal, (cache, _) = self.draft_tree(
-            level, carry, logits(own.hidden), keys, params.drafter, distribution
-        )
+        first = logits(own.hidden)
+        proposal, (cache, _) = self.draft_tree(level, carry, first, keys, params.drafter, view, distribution)
         return proposal, cache
 
     def _step(

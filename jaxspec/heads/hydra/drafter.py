@@ -127,4 +127,5 @@ class Hydra(AuxTree):
 
         pending = llama.embedding_rows(params.target, view.pending[:, None]).astype(hidden.dtype)
         read = jnp.concatenate([hidden[:, None], pending], axis=1)[:, None]
-        return self.draft_tree(level, (read, 0), logits(read)[:, 0], keys, params.drafter, distribution)[0]
+        carry, first = (read, 0), logits(read)[:, 0]
+        return self.draft_tree(level, carry, first, keys, params.drafter, view, distribution)[0]

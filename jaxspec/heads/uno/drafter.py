@@ -58,7 +58,11 @@ class Uno(ParallelChain):
         logits = network.logits(own, config, target, hidden)
         if isinstance(self.tree, Dynamic):
             # The target will draw the first token from this distribution: in a greedy text there is one candidate.
-            first = jnp.maximum(distribution.log_probs(logits[:, :1]), _NEVER)
+            first = logits[:, :1]
+            if view.grammar is not None:
+                ids = own["vocabulary"].ids if "vocabulary" in own else None
+                first = view.grammar.mask(first, view.grammar.state[:, None], ids)
+            first = jnp.maximum(distribution.log_probs(first), _NEVER)
             logits = jnp.concatenate([first, logits[:, 1:]], axis=1)
         proposal, state = self.draft_said(logits, hidden, keys, state, view, distribution, own)
         # The first row has run all layers on the pending token.

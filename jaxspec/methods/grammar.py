@@ -1,0 +1,47 @@
+"""Drafts the text that a grammar makes certain."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxspec.methods.base import DraftingMethod
+from jaxspec.methods.resources import LoadedModel, Resources
+
+if TYPE_CHECKING:
+    from jaxspec.costs.rounds import DraftCost
+    from jaxspec.protocol import Drafter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grammar(DraftingMethod):
+    """The tokens that the text's grammar makes certain, such as the keys of a JSON object.
+
+    They are drafts that the model verifies. ngram, suffix, hybrid and auto draft them too, where they find no other
+    text. Without a grammar this is plain decoding.
+
+    Examples:
+      >>> Grammar(num_draft_tokens=4)
+      Grammar(num_draft_tokens=4)
+    """
+
+    name: ClassVar[str] = "grammar"
+    # Without a grammar it drafts nothing.
+    compared: ClassVar[bool] = False
+
+    @classmethod
+    def usual(cls) -> dict[str, str]:
+        """Returns the description of the default, by option."""
+        return {"num_draft_tokens": "10"}
+
+    def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
+        """Makes the drafter; it has no parameters."""
+        from jaxspec.drafting.grammar_drafter import Grammatical
+
+        return Grammatical(self.length(Grammatical.num_draft_tokens)), None
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the cost of a lookup."""
+        from jaxspec.costs.rounds import DraftCost
+
+        return DraftCost(lookup=True)
