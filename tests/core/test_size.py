@@ -18,26 +18,26 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
-    ".": 1005,
+    ".": 1093,
     "cli": 822,
     "console": 970,
     "costs": 235,
-    "decoding": 516,
-    "drafting": 1711,
-    "engine": 1311,
-    "grammar": 1068,
+    "decoding": 553,
+    "drafting": 1763,
+    "engine": 1316,
+    "grammar": 1111,
     "heads": 2402,
     "host": 698,
     "io": 4211,
     "loading": 494,
     "measuring": 5988,
-    "methods": 1490,
+    "methods": 1516,
     "model": 2155,
     "programs": 1063,
     "serving": 2295,
-    "session": 1187,
-    "testing": 654,
-    "texts": 700,
+    "session": 1193,
+    "testing": 655,
+    "texts": 826,
 }
 SLACK = 25
 MOST_METHODS, MOST_BRANCHES = 25, 20
