@@ -23,7 +23,7 @@ LAYERS = (
     "jaxspec.model.prefill jaxspec.model.calibration",
     "jaxspec.model.sharding jaxspec.model.head",
     "jaxspec.heads.*.network",
-    "jaxspec.heads.hydra.network",
+    "jaxspec.heads.hydra.network jaxspec.heads.dspark.network",
     "jaxspec.sampling jaxspec.grammars",
     "jaxspec.penalties",
     "jaxspec.protocol",
@@ -37,11 +37,13 @@ LAYERS = (
     "jaxspec.drafting.aux_drafter jaxspec.drafting.exit_drafter jaxspec.drafting.masked_drafter "
     "jaxspec.drafting.choice_rule",
     "jaxspec.drafting jaxspec.heads.*.drafter",
+    "jaxspec.heads.dspark.drafter",
     "jaxspec.host",
     "jaxspec.io",
     "jaxspec.grammar",
     "jaxspec.heads.torch_file jaxspec.heads.tensors",
     "jaxspec.heads.*.files",
+    "jaxspec.heads.dspark.files",
     "jaxspec.heads.kinds",
     "jaxspec.heads.rows",
     "jaxspec.heads.files",
@@ -51,6 +53,7 @@ LAYERS = (
     "jaxspec.heads.method",
     "jaxspec.heads.tree_method",
     "jaxspec.heads.*.method",
+    "jaxspec.heads.dspark.method",
     "jaxspec.heads",
     "jaxspec.programs",
     "jaxspec.texts jaxspec.loading",
@@ -304,4 +307,6 @@ def test_siblings_share_only_what_is_made_for_it():
             "choice_rule",
         ]
         shared = {f"jaxspec.drafting.{one}" for one in names}
-        assert siblings <= shared, name
+        # DSpark has only its differences from DFlash.
+        base = {"jaxspec.heads.dflash.drafter"} if within(name, "jaxspec.heads.dspark") else set()
+        assert siblings <= shared | base, name
