@@ -39,6 +39,8 @@ PROMPTS = [[5], [7, 1, 7, 1, 7, 1, 7, 2], [3, 3], [2, 9, 4], [11], [1, 2, 1, 2, 
 PRODUCT = [(name, mesh) for name in tiny.DRAFTERS for mesh in MESHES]
 # A lookup, a draft with a cache of its own, one in the cache of the target, and a trained head.
 CASES = [*zip(("ngram", "draft-model", "s2d", "eagle3"), MESHES, strict=True)]
+# Drafters on the blocks of families.
+CASES += [("gemma:draft-model", "1x8"), ("olmo:layerskip", "2x4"), ("granite:eagle3", "1x8")]
 DRAFTERS = """
 import dataclasses, json, sys
 
@@ -54,7 +56,9 @@ assert jax.device_count() == 8
 made = {}
 for name, mesh in json.loads(sys.argv[1]):
     try:
+        block, _, name = name.rpartition(":")
         plain = dataclasses.replace(tiny.config_of(name), vocab_size=16, num_heads=8)
+        plain = tiny.with_block(block, plain) if block else plain
         shape, auto = map(int, mesh.split("x")), jax.sharding.AxisType.Auto
         over = jax.make_mesh(tuple(shape), ("data", "model"), axis_types=(auto, auto))
         if (plain, mesh) not in made:
@@ -274,7 +278,9 @@ def decoded(cases):
 
 
 def check_decoded(name, found):
+    block, _, name = name.rpartition(":")
     config = dataclasses.replace(tiny.config_of(name), vocab_size=16, num_heads=8)
+    config = tiny.with_block(block, config) if block else config
     assert found.get("texts") == [tiny.greedy(prompt, 10, config=config) for prompt in PROMPTS], found
     assert (found["drafted"] > 0) == (not name.startswith("autoregressive"))
     if name == "ngram":
