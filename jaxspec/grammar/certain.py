@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,12 +23,8 @@ def certain_tokens(
       class_of, following, final: `class_of`, `next` and `final` of a `TokenTable`.
       tokens: the bytes of each token; None or no bytes for a token without text.
     """
-    texts = [bytes(text or b"") for text in tokens]
-    order = sorted(range(len(texts)), key=texts.__getitem__)
-    ids = {text: index for index, text in reversed(list(enumerate(texts)))}
+    texts, order, ids, ranks = _sorted(tuple(tokens))
     # The first and the last token of each class in the order of their bytes; all tokens between two share what they do.
-    ranks = np.empty(len(order), np.int64)
-    ranks[order] = np.arange(len(order))
     lowest, highest = np.full(following.shape[1], len(order)), np.full(following.shape[1], -1)
     np.minimum.at(lowest, class_of, ranks)
     np.maximum.at(highest, class_of, ranks)
@@ -53,6 +50,18 @@ def certain_tokens(
                 found[state] = index
                 break
     return found
+
+
+@functools.lru_cache(maxsize=2)
+def _sorted(
+    tokens: tuple[bytes | None, ...],
+) -> tuple[list[bytes], list[int], dict[bytes, int], np.ndarray]:
+    """Returns the bytes of each token, the tokens in their order, the first token with some bytes, and the ranks."""
+    texts = [bytes(text or b"") for text in tokens]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(len(order))
+    return texts, order, {text: index for index, text in reversed(list(enumerate(texts)))}, ranks
 
 
 def _common(first: bytes, second: bytes) -> bytes:

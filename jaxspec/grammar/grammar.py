@@ -88,7 +88,13 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, after: str | None = None) -> Grammar:
-        """Returns the grammar of the texts that a regular expression matches as a whole."""
+        """Returns the grammar of the texts that a regular expression matches as a whole.
+
+        Raises:
+          GrammarError: it is not a string.
+        """
+        if not isinstance(pattern, str):
+            raise GrammarError(f"regex is {pattern!r}; give a regular expression")
         return cls("regex", pattern, after)
 
 
