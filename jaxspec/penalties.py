@@ -1,4 +1,4 @@
-"""Penalties, bans and grammars: changes of the logits that depend on the tokens of the text before a position.
+"""Penalties, biases, bans and grammars: changes of the logits that depend on the tokens of the text before a position.
 
 They belong to the target's sampling distribution. A draft token is part of the text before the positions after it, so
 verification applies them to the tokens on each row's path, and the text keeps the distribution of plain decoding.
@@ -31,8 +31,9 @@ class Penalties:
         else multiplied by it. 1 for none.
       presence: float32[B], subtracted from the logit of each token of the text. 0 for none.
       frequency: float32[B], subtracted once for each time that the token occurs in the text. 0 for none.
-      banned: int32[B, M], tokens that are impossible; −1 for none.
-      until: int32[B, M], the position, counted from the start of the prompt, at which a banned token becomes possible.
+      biased: int32[B, M], tokens whose logits have a bias; −1 for none.
+      bias: float32[B, M], added to the logit of each of them; −inf for a token that is impossible.
+      until: int32[B, M], the position, counted from the start of the prompt, from which on it is not added.
       words: int32[B, P, L], sequences whose last token is impossible after the others; −1 before the first token of
         shorter sequences.
       ngram: int32[B], n: no n tokens in a row occur twice in prompt and text. 0 for no ban.
@@ -45,7 +46,8 @@ class Penalties:
     repetition: jax.Array | None = None
     presence: jax.Array | None = None
     frequency: jax.Array | None = None
-    banned: jax.Array | None = None
+    biased: jax.Array | None = None
+    bias: jax.Array | None = None
     until: jax.Array | None = None
     words: jax.Array | None = None
     ngram: jax.Array | None = None
@@ -73,14 +75,14 @@ class Penalties:
     def active(self, length: jax.Array) -> jax.Array:
         """Returns whether penalties or bans change the logits of some row, bool[]; grammars do not count.
 
-        A banned token that has become possible at `length`, int32[B], the committed tokens, changes nothing.
+        A bias whose end is at or before `length`, int32[B], the committed tokens, changes nothing.
         """
         changed = jnp.full(length.shape, self.words is not None or self.ngram is not None)
         for setting, neutral in ((self.repetition, 1.0), (self.presence, 0.0), (self.frequency, 0.0)):
             if setting is not None:
                 changed |= setting != neutral
-        if self.banned is not None and self.until is not None:
-            changed |= jnp.any((self.banned >= 0) & (length[:, None] < self.until), axis=1)
+        if self.biased is not None and self.until is not None:
+            changed |= jnp.any((self.biased >= 0) & (length[:, None] < self.until), axis=1)
         return jnp.any(changed)
 
     def apply(
@@ -91,7 +93,7 @@ class Penalties:
         drafts: jax.Array | None = None,
         branches: Tree | None = None,
     ) -> jax.Array:
-        """Returns the logits float32[B, R, V] with all penalties and bans applied; −inf for a banned token.
+        """Returns the logits float32[B, R, V] with all penalties, biases and bans applied; −inf for a banned token.
 
         Args:
           logits: float32[B, R, V], after the pending token and after each draft token, masked by the grammar.
@@ -111,10 +113,14 @@ class Penalties:
         logits = self._penalised(logits, tokens, length, drafts, on_path)
         # The position of each row's next token.
         at = length[:, None] + depth
-        if self.banned is not None and self.until is not None:
-            banned, early = self.banned[:, None], at[..., None] < self.until[:, None]
+        if self.biased is not None and self.bias is not None and self.until is not None:
+            biased, bias, early = (
+                self.biased[:, None],
+                self.bias[:, None],
+                at[..., None] < self.until[:, None],
+            )
             logits = run_if(
-                jnp.any(early & (banned >= 0)), lambda logits: _impossible(logits, banned, early), logits
+                jnp.any(early & (biased >= 0)), lambda logits: _biased(logits, biased, early, bias), logits
             )
         # Sequences are compared with the text before each row's next token, including the drafts on its path.
         if self.words is not None or self.ngram is not None:
@@ -125,7 +131,7 @@ class Penalties:
             for back in range(words.shape[-1] - 1):
                 wanted = words[..., -2 - back]
                 match &= (wanted < 0) | (wanted == _back(text, at, back)[..., None])
-            logits = _impossible(logits, words[..., -1], match)
+            logits = _biased(logits, words[..., -1], match, -jnp.inf)
         if self.ngram is not None:
             size = self.ngram[:, None, None]
             # For each position of the text, whether the n − 1 tokens before it equal those before the next token. The
@@ -137,7 +143,7 @@ class Penalties:
                     ..., : len(where)
                 ]
                 match &= (back >= size - 1) | (shifted == _back(text, at, back)[..., None])
-            logits = _impossible(logits, text, match)
+            logits = _biased(logits, text, match, -jnp.inf)
         if self.grammar is None:
             return logits
         kept = is_finite(logits) | (self.grammar.which == 0)[:, None]
@@ -187,13 +193,13 @@ class Penalties:
         return run_if(jnp.any(jnp.stack(some)), less_frequent, logits) if some else logits
 
 
-def _impossible(logits: jax.Array, tokens: jax.Array, which: jax.Array) -> jax.Array:
-    """Returns logits [B, R, V] with −inf at those of tokens [B, R or 1, M] where `which`, bool[B, R, M], is True."""
+def _biased(logits: jax.Array, tokens: jax.Array, which: jax.Array, bias: jax.Array | float) -> jax.Array:
+    """Returns logits [B, R, V] plus a bias at those of tokens [B, R or 1, M] where `which`, bool[B, R, M], is True."""
     batch, rows, size = logits.shape
     # An index past the end is dropped; a negative one would count from the end.
     index = jnp.where(which & (tokens >= 0), tokens, size)
     row = jnp.arange(batch)[:, None, None], jnp.arange(rows)[None, :, None]
-    return logits.at[(*row, index)].set(-jnp.inf, mode="drop")
+    return logits.at[(*row, index)].add(bias, mode="drop")
 
 
 def _texts(

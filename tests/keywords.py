@@ -25,7 +25,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from jaxspec.grammar.table import TokenTable
+from jaxspec.grammar import Grammar, TokenTable
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.base import Method
 from jaxspec.methods.resources import HasModel

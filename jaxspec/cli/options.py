@@ -124,8 +124,8 @@ class PenaltyOptions:
     Attributes:
       repetition_penalty: divide positive logits of earlier tokens by this number, and multiply negative ones by it;
         1 for none.
-      presence_penalty: subtract this from the logits of tokens in the text; 0 for none.
-      frequency_penalty: subtract this from a token's logit for each occurrence in the text; 0 for none.
+      presence_penalty: subtract it from logits of tokens in the text; 0 for none.
+      frequency_penalty: subtract it for each occurrence in the text; 0 for none.
     """
 
     repetition_penalty: float | None = None
@@ -181,6 +181,9 @@ class AnswerOptions:
         With coupled, a seed gives plain decoding's text. Default: greedy at temperature 0, else block (coupled with
         auto).
       exact: the same greedy text, bit for bit, by any method; slower.
+      json_schema: the text is a value of this JSON schema.
+      regex: the text matches this regular expression.
+      choices: the text is one of these.
     """
 
     max_new_tokens: int | None = None
@@ -193,6 +196,9 @@ class AnswerOptions:
     ignore_eos: bool = False
     acceptor: AcceptorName | None = None
     exact: bool = False
+    json_schema: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    regex: str | None = dataclasses.field(default=None, metadata={"metavar": "REGEX"})
+    choices: tuple[str, ...] = ()
     model: ModelOptions = ModelOptions()
     sampling: SamplingOptions = SamplingOptions()
     penalties: PenaltyOptions = PenaltyOptions()
@@ -251,6 +257,8 @@ class AnswerOptions:
 
     def generation(self) -> dict[str, Any]:
         """Returns the options of `LanguageModel.generate`, without the prompt, the method and the method's options."""
+        from jaxspec.host.files import read_text
+
         arguments = {
             "max_new_tokens": self.max_new_tokens,
             "min_new_tokens": self.min_new_tokens,
@@ -260,6 +268,10 @@ class AnswerOptions:
             "chat_template_kwargs": self.template_variables,
             "acceptor": self.acceptor,
             "exact": self.exact,
+            "json_schema": self.json_schema
+            and read_text(self.json_schema, "--json-schema must be a JSON file"),
+            "regex": self.regex,
+            "choices": self.choices or None,
         }
         return dataclasses.asdict(self.sampling) | dataclasses.asdict(self.penalties) | arguments
 
@@ -272,8 +284,8 @@ class TextOptions(AnswerOptions):
       prompt: the text to continue; or give --prompt-file, or a pipe.
       prompt_file: a file with the prompt; - is standard input.
       chat: the prompt is a message: apply the chat template.
-      messages: a JSON file with a conversation instead of a prompt: a list of messages with `role` and `content`. A
-        last message of the assistant is continued.
+      messages: a JSON file with a conversation: a list of messages with `role` and `content`. A last message of the
+        assistant is continued.
       json: print one JSON object and nothing else.
     """
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from jaxspec.grammar.table import TokenTable
+from jaxspec.grammar import Grammar, TokenTable
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.base import Method
 from jaxspec.methods.resources import HasModel
@@ -59,7 +59,11 @@ class Keywords(TypedDict, total=False):
     repetition_penalty: Numbers
     presence_penalty: Numbers
     frequency_penalty: Numbers
-    grammar: TokenTable | Sequence[TokenTable | None] | None
+    logit_bias: Mapping[int, float] | None
+    grammar: Grammar | TokenTable | Sequence[Grammar | TokenTable | None] | None
+    json_schema: Any
+    choices: Sequence[str] | None
+    regex: str | None
     seed: Integers
     stop: str | Sequence[str] | None
     stop_token_ids: Integers

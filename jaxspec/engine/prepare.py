@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxspec.engine.drafters import AnyMethod, Drafters
 from jaxspec.engine.model import NO_TEMPLATE, Model
+from jaxspec.grammar import Grammar, compile_grammar
 from jaxspec.host import processes
-from jaxspec.host.arguments import flag, whole
+from jaxspec.host.arguments import flag, listed, whole
 from jaxspec.io.hf.generation_json import Rules
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method, registry
@@ -22,7 +23,7 @@ from jaxspec.session.prefix import Prefix
 from jaxspec.session.row import Texts
 from jaxspec.session.session import Session
 from jaxspec.session.strategies import Strategy, for_drafter
-from jaxspec.texts.generation_options import GenerationOptions, split
+from jaxspec.texts.generation_options import GRAMMARS, GenerationOptions, split
 from jaxspec.texts.requests import (
     RowRequest,
     Stops,
@@ -153,13 +154,41 @@ class Preparation:
             seed=options.seed,
             ignore_eos=ignore_eos,
             stop_ids=stops.ids,
+            logit_bias=options.logit_bias,
             rules=Rules.of(self.model.defaults),
-            grammar=options.grammar,
+            grammar=self._tables(options, batch),
             log_probs=log_probs,
             name="prompts" if messages is None else "messages",
         )
         warn_of_no_effect(requests, given)
         return requests, stops, single and copies == 1
+
+    def _tables(self, options: GenerationOptions, batch: Sequence[Any]) -> Any:
+        """Returns the table of the grammar of all prompts or of each; None for none."""
+        given = {name: value for name in GRAMMARS if (value := getattr(options, name)) is not None}
+        if len(given) > 1:
+            raise ValueError(f"got both {' and '.join(list(given)[:2])}; give one of them")
+        if "grammar" in given:
+            grammars = listed(options.grammar)
+            return self._table(options.grammar) if grammars is None else list(map(self._table, grammars))
+        for name, value in given.items():
+            spec = getattr(Grammar, name)(value)
+            return [self._table(dataclasses.replace(spec, after=self._thinks(one, options))) for one in batch]
+        return None
+
+    def _table(self, grammar: Any) -> Any:
+        if not isinstance(grammar, Grammar):
+            return grammar
+        if self.model.tokenizer is None:
+            raise ValueError(f"{self.model.name} has no tokenizer; a grammar needs one")
+        return compile_grammar(grammar, self.model.tokenizer, self.model.config.vocab_size)
+
+    def _thinks(self, prompt: Any, options: GenerationOptions) -> str | None:
+        if self.model.tokenizer is None or not (options.chat or not is_text_or_ids(prompt)):
+            return None
+        variables = options.chat_template_kwargs
+        ids = self.model.encode(prompt, chat=bool(options.chat), chat_template_kwargs=variables)
+        return self.model.thinks(ids)
 
     def session(
         self,

@@ -16,17 +16,15 @@ from jaxspec.serving.batch_files import Line, Results
 from jaxspec.serving.openai import (
     ApiRequest,
     BadField,
-    Part,
     Responses,
     bad_field,
     error_of,
-    finish_reason,
     request_of,
-    scored,
 )
-from jaxspec.serving.translation import Prompts, encoded, rows_of, used
+from jaxspec.serving.translation import Choice, Prompts, encoded, rows_of, used
+from jaxspec.texts.generation_options import GRAMMARS
 from jaxspec.texts.results import Result
-from jaxspec.texts.text import TokenText, likeliest
+from jaxspec.texts.text import likeliest
 
 if TYPE_CHECKING:
     from jaxspec.engine.drafters import AnyMethod
@@ -246,6 +244,8 @@ class Batch:
             messages = self._with_system(messages)
         if messages is None and "chat" not in given:
             options.pop("chat_template_kwargs", None)  # of no use without a template
+        if not given.keys().isdisjoint(GRAMMARS):
+            options = {name: value for name, value in options.items() if name not in GRAMMARS}
         return options | given | {"prompt": prompt, "messages": messages}
 
     def _with_system(self, messages: Any) -> Any:
@@ -304,14 +304,9 @@ class Batch:
         assert request is not None
         parts = []
         for index, result in enumerate(found):
-            tokens: list[TokenText] = []
-            if request.logprobs:
-                texts = None if result.new_text is None else result.new_text().by_token()
-                if texts is not None:
-                    tokens = scored(texts.push(result.token_records, str(result), last=True), 0)
+            part = Choice(index, request.logprobs, job.prompts.reader(request)).part(result)
             prompt = job.prompts.texts[index // request.n] if request.echo else ""
-            reason = finish_reason(result.finish_reason)
-            parts.append(Part(index, prompt + str(result), tokens, reason))
+            parts.append(dataclasses.replace(part, text=prompt + part.text))
         usage = used(request, job.prompts, [result.statistics for result in found])
         made = Responses(request, results.key(job.line), int(time.time()), self._lm.name)
         return {"response": {"status_code": 200, "body": made.whole(parts, usage)}}

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxspec.grammar import Grammar
 from jaxspec.host.arguments import flag, listed, whole
 from jaxspec.host.messages import fitted, nearest, shown
+from jaxspec.serving.tools import Call
 from jaxspec.texts.text import TokenText
 from jaxspec.verification import MOST_TOP
 
@@ -24,28 +27,44 @@ _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos", "acceptor", "exact"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+# The grammars by the words of `structured_outputs` of vLLM, and the fields with a grammar.
+_WORDS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "json_object": lambda value: Grammar.json_object(),
+    "regex": Grammar.regex,
+    "choice": Grammar.choices,
+}
+_GRAMMARS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "json_schema",
+)
 _SHARED = (
-    *(*_SAME, "model", "method", "stop", "stop_token_ids", "max_tokens", "min_tokens"),
-    *("stream", "stream_options", "logprobs"),
+    *(*_SAME, "model", "method", "stop", "stop_token_ids", "max_tokens", "min_tokens", "logit_bias"),
+    *("stream", "stream_options", "logprobs", *_GRAMMARS),
     # These do not change a text here.
     *("user", "metadata", "store", "reasoning_effort", "verbosity", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "prediction", "request_id", "priority", "cache_prompt"),
 )
 _FIELDS = {
     COMPLETIONS: (*_SHARED, "prompt", "echo"),
-    CHAT: (*_SHARED, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
+    CHAT: (
+        *(*_SHARED, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
+        *("tools", "tool_choice", "parallel_tool_calls"),
+    ),
 }
 # Fields of the API that are not supported, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -90,6 +109,10 @@ class ApiRequest:
       n: the number of texts per prompt.
       stream: whether the response is a stream of chunks.
       include_usage: whether the stream ends with a chunk that has the usage.
+      tools: the tools of a chat, in OpenAI's form.
+      functions: those of them of which the answer must call one; () for none.
+      most_calls: the most calls of an answer; None for no limit.
+      grammar: the grammar of the text, and the field that gives it; None for none.
       echo: whether each text begins with its prompt.
       logprobs: whether the response has log-probabilities.
     """
@@ -106,6 +129,10 @@ class ApiRequest:
     include_usage: bool = False
     echo: bool = False
     logprobs: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    functions: Sequence[Mapping[str, Any]] = ()
+    most_calls: int | None = None
+    grammar: tuple[Grammar, str] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -153,7 +180,7 @@ def request_of(url: str, body: Any) -> ApiRequest:
         if listed(given.get(name)) is not None or isinstance(given.get(name), Mapping):
             raise BadField(f"{name} is {shown(given[name])}; give one value", name)
     chat = url == CHAT
-    options = {name: given[name] for name in _SAME if name in given and name != "n"}
+    options = {name: given[name] for name in (*_SAME, "logit_bias") if name in given and name != "n"}
     if options.get("top_k") == -1:  # vLLM's value for all tokens
         options["top_k"] = 0
     if "seed" in given:
@@ -182,6 +209,7 @@ def request_of(url: str, body: Any) -> ApiRequest:
         _include_usage(given.get("stream_options"), stream),
         echo,
         "logprobs" in options,
+        **_constraints(given),
     )
 
 
@@ -239,6 +267,88 @@ def _messages(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         said = "missing" if messages is None else shown(messages)
         raise BadField(f"messages is {said}; give a list of messages with `role` and `content`", "messages")
     return messages
+
+
+def _constraints(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `ApiRequest` for tools and grammars."""
+    (tools, functions), grammar = _tools(given), _grammar(given)
+    if tools and grammar:
+        raise BadField(f"got both tools and {grammar[1]}; give one of them, or tool_choice none", grammar[1])
+    parallel = _checked("parallel_tool_calls", flag, given.get("parallel_tool_calls", True))
+    return {
+        "tools": tools,
+        "functions": functions,
+        "most_calls": None if parallel else 1,
+        "grammar": grammar,
+    }
+
+
+def _grammar(given: Mapping[str, Any]) -> tuple[Grammar, str] | None:
+    """Returns the grammar of a text, and the field that gives it; None for none."""
+    found = []
+    for name in _GRAMMARS:
+        word, value = name.removeprefix("guided_").removesuffix("_schema"), given.get(name)
+        if name == "response_format" and value is not None:
+            word, value = _response_format(value)
+        elif name == "structured_outputs" and value is not None:
+            if not isinstance(value, Mapping) or len(value) != 1 or not value.keys() <= _WORDS.keys():
+                raise BadField(
+                    f"{name} is {shown(value)}; give an object with one of {', '.join(_WORDS)}", name
+                )
+            ((word, value),) = value.items()
+        if value is not None and value is not False:
+            try:
+                found.append((_WORDS[word](value), name))
+            except ValueError as error:
+                raise BadField(str(error), name) from None
+    if len(found) > 1:
+        raise BadField(f"got both {found[0][1]} and {found[1][1]}; give one of them", found[1][1])
+    return found[0] if found else None
+
+
+def _response_format(given: Any) -> tuple[str, Any]:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind in ("text", "json_object"):
+        return "json_object", kind == "json_object"
+    schema = given.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), (Mapping, bool)):
+        raise BadField(
+            f"response_format is {shown(given)}; give an object with the type text, json_object or json_schema, the "
+            'last with {"json_schema": {"name": "answer", "schema": {…}}}',
+            "response_format",
+        )
+    return "json", schema["schema"]
+
+
+def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """Returns the tools that the model gets, and the functions of which it must call one."""
+    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
+    several = tools if isinstance(tools, list) else [None]
+    functions: list[Any] = [tool.get("function") if isinstance(tool, Mapping) else None for tool in several]
+    for function in functions:
+        name = function.get("name") if isinstance(function, Mapping) else None
+        is_function = isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII)
+        if not is_function or not isinstance(function.get("parameters") or {}, Mapping):
+            raise BadField(
+                f"tools is {shown(tools)}; give a list of functions such as "
+                '{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}',
+                "tools",
+            )
+    if choice in ("auto", "none"):
+        return (tools if choice == "auto" else ()), ()
+    named = choice.get("function") if isinstance(choice, Mapping) else None
+    chosen = [
+        function
+        for function in functions
+        if choice == "required" or (isinstance(named, Mapping) and function["name"] == named.get("name"))
+    ]
+    if not chosen:
+        raise BadField(
+            f"tool_choice is {shown(choice)}; give auto, none, required, or one of the tools such as "
+            '{"type": "function", "function": {"name": "now"}}',
+            "tool_choice",
+        )
+    return tools, chosen
 
 
 def _budget(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,12 +467,16 @@ class Part:
       text: the text.
       tokens: the log-probability of each token; () if they were not requested.
       finish_reason: None before the end.
+      reasoning: text before the answer of a chat.
+      calls: calls of tools.
     """
 
     index: int
     text: str = ""
     tokens: Sequence[TokenText] = ()
     finish_reason: str | None = None
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
 
 
 def finish_reason(reason: str) -> str:
@@ -380,7 +494,7 @@ def joined(parts: Iterable[Part]) -> Part:
 
     Examples:
       >>> joined([Part(0, "a"), Part(0, "b", finish_reason="stop")])
-      Part(index=0, text='ab', tokens=[], finish_reason='stop')
+      Part(index=0, text='ab', tokens=[], finish_reason='stop', reasoning='', calls=[])
     """
     given = list(parts)
     return Part(
@@ -388,6 +502,8 @@ def joined(parts: Iterable[Part]) -> Part:
         "".join(part.text for part in given),
         [token for part in given for token in part.tokens],
         given[-1].finish_reason,
+        "".join(part.reasoning for part in given),
+        [call for part in given for call in part.calls],
     )
 
 
@@ -450,6 +566,9 @@ class Responses:
             content: dict[str, Any] = {"text": part.text}
             if self.request.is_chat:
                 content = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+                content["message"] |= self._further(part)
+                if part.calls and not part.text:
+                    content["message"]["content"] = None
             choices.append(self._choice(part, content))
         return self._head(False) | {"choices": choices, "usage": usage, "metrics": metrics}
 
@@ -465,13 +584,32 @@ class Responses:
         if not self.request.is_chat:
             return [self._chunk(self._choice(part, {"text": part.text}))]
         found = []
-        if part.text or part.tokens:
+        if part.text or part.tokens or part.reasoning or part.calls:
             text = dataclasses.replace(part, finish_reason=None)
-            found.append(self._chunk(self._choice(text, {"delta": {"content": part.text}})))
+            delta = {"content": part.text} if part.text or not (part.reasoning or part.calls) else {}
+            found.append(self._chunk(self._choice(text, {"delta": delta | self._further(part, True)})))
         if part.finish_reason is not None:
             end = Part(part.index, finish_reason=part.finish_reason)
             found.append(self._chunk(self._choice(end, {"delta": {}})))
         return found
+
+    def _further(self, part: Part, is_chunk: bool = False) -> dict[str, Any]:
+        """Returns the reasoning and the calls of a message, those that there are."""
+        calls = []
+        for index, own in itertools.groupby(part.calls, key=lambda call: call.index):
+            pieces = list(own)
+            function: dict[str, Any] = {"arguments": "".join(call.arguments for call in pieces)}
+            call: dict[str, Any] = {"index": index} if is_chunk else {}
+            if pieces[0].name is not None:
+                # Mistral's templates take ids of nine letters and digits only.
+                id = hashlib.sha256(f"{self.id} {part.index} {index}".encode()).hexdigest()[:9]
+                call |= {"id": id, "type": "function"}
+                function = {"name": pieces[0].name} | function
+            calls.append(call | {"function": function})
+        return {
+            **({"reasoning_content": part.reasoning} if part.reasoning else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
 
     def last_chunks(
         self, usage: Mapping[str, Any], metrics: Mapping[str, Any] | None = None

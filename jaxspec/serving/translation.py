@@ -7,10 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.grammar import Grammar, GrammarError, compile_grammar
 from jaxspec.host.messages import shown
-from jaxspec.serving.openai import ApiRequest, BadField, usage_of
+from jaxspec.serving.openai import ApiRequest, BadField, Part, finish_reason, scored, usage_of
+from jaxspec.serving.tools import Form, Reader, told
+from jaxspec.texts.generation_options import GRAMMARS
 from jaxspec.texts.requests import batch_of
-from jaxspec.texts.results import Statistics
+from jaxspec.texts.results import Piece, Result, Statistics
+from jaxspec.texts.text import TokenText, TokenTexts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +24,23 @@ class Prompts:
     Attributes:
       ids: the token ids of each.
       texts: the text of each, for `echo`.
+      form: the form of calls of tools; None without tools.
+      opening: the beginning of a call, with which an answer begins that must have one.
+      grammar: the grammar of the texts; None for none.
     """
 
     ids: Sequence[Sequence[int]] = ()
     texts: Sequence[str] = ()
+    form: Form | None = None
+    opening: str = ""
+    grammar: Grammar | None = None
+
+    def reader(self, request: ApiRequest) -> Reader | None:
+        """Returns a reader of one answer; None for an answer that is its text."""
+        after = None if self.grammar is None else self.grammar.after
+        if self.form is None and after is None:
+            return None
+        return Reader(self.form, after, self.opening, request.most_calls)
 
 
 def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
@@ -35,8 +52,22 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
     context = lm.config.context_length
     if request.is_chat:
         (messages,), _ = batch_of(None, list(request.messages))
-        variables = request.options.get("chat_template_kwargs")
-        return Prompts([lm.encode(messages, chat_template_kwargs=variables, most_tokens=context)], [""])
+        variables, form = request.options.get("chat_template_kwargs"), None
+        if request.tools and lm.tokenizer is not None and lm.tokenizer.chat is not None:
+            form, messages, more = told(messages, request.tools, lm.tokenizer.chat.template)
+            variables = {**(variables or {}), **more}
+        ids = lm.encode(messages, chat_template_kwargs=variables, most_tokens=context)
+        grammar, opening = request.grammar[0] if request.grammar else None, ""
+        if form and request.functions:
+            grammar, opening = (
+                Grammar.json_schema(form.schema(request.functions)),
+                form.opening(request.functions),
+            )
+        if grammar:
+            grammar = dataclasses.replace(grammar, after=lm.thinks(ids))
+            if opening and not grammar.after and lm.tokenizer is not None:
+                ids = [*ids, *lm.tokenizer.encode(opening, begins=False)]
+        return Prompts([ids], [""], form, opening, grammar)
     found, texts = [], []
     for prompt in request.prompts:
         if isinstance(prompt, str):
@@ -47,7 +78,46 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
             if request.echo:
                 _check_length(lm, request, prompt)
             texts.append(lm.tokenizer.decode(prompt) if request.echo and lm.tokenizer else "")
-    return Prompts(found, texts)
+    return Prompts(found, texts, grammar=request.grammar[0] if request.grammar else None)
+
+
+class Choice:
+    """Turns the text of one choice, which may come in pieces, into parts of the response.
+
+    Args:
+      index: the index of the choice.
+      logprobs: whether its tokens have log-probabilities.
+      reader: the reader of its text, from `Prompts.reader`.
+      offset: the number of characters before the text, of the prompt.
+    """
+
+    def __init__(
+        self, index: int, logprobs: bool = False, reader: Reader | None = None, offset: int = 0
+    ) -> None:
+        self._index, self._logprobs, self._reader, self._offset = index, logprobs, reader, offset
+        self._texts: TokenTexts | None = None
+
+    def part(self, piece: Piece | Result) -> Part:
+        """Returns a new piece, or a whole text. A token comes with the text that it completes."""
+        text, result = (piece.text, piece.result) if isinstance(piece, Piece) else (str(piece), piece)
+        tokens: list[TokenText] = []
+        if self._logprobs and piece.new_text is not None:
+            self._texts = self._texts or piece.new_text().by_token()
+            assert self._texts is not None
+            pushed = self._texts.push(piece.token_records, text, result is not None)
+            tokens = scored(pushed, self._offset)
+            self._offset += sum(len(token.text) for token in tokens)
+        reason = None if result is None else finish_reason(result.finish_reason)
+        return self.read(text, tokens, reason)
+
+    def read(self, text: str, tokens: Sequence[TokenText], reason: str | None) -> Part:
+        """Returns new text after the reader has separated it."""
+        if self._reader is None:
+            return Part(self._index, text, tokens, reason)
+        read = self._reader.push(text, reason is not None)
+        if self._reader.num_calls and reason == "stop":
+            reason = "tool_calls"
+        return Part(self._index, read.content, tokens, reason, read.reasoning, read.calls)
 
 
 def checked_ids(lm: LanguageModel, name: str, ids: Any) -> list[int]:
@@ -72,6 +142,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Returns the arguments of `Scheduler.add` for each text to generate: the `n` texts of a prompt beside each other.
 
+    A new grammar takes up to some seconds.
+
     Args:
       lm: the model.
       request: the request.
@@ -79,10 +151,17 @@ def rows_of(
       **defaults: the arguments that the options of the request do not give, such as `method` and `seed`.
 
     Raises:
-      BadField: a prompt is empty or too long.
+      BadField: a prompt is empty or too long, or the grammar cannot be used.
     """
     options = {**defaults, **request.options}
     options.pop("chat_template_kwargs", None)
+    if prompts.grammar is not None:
+        options = {name: value for name, value in options.items() if name not in GRAMMARS}
+        assert lm.tokenizer is not None
+        try:
+            options["grammar"] = compile_grammar(prompts.grammar, lm.tokenizer, lm.config.vocab_size)
+        except GrammarError as error:
+            raise BadField(str(error), request.grammar[1] if request.grammar else "tools") from None
     rows = []
     for index, ids in enumerate(prompts.ids):
         _check_length(lm, request, ids)

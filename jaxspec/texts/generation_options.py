@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.host.messages import shown
 
 if TYPE_CHECKING:
-    from jaxspec.grammar.table import TokenTable
+    from jaxspec.grammar import Grammar, TokenTable
     from jaxspec.methods.acceptors import AcceptorName
     from jaxspec.texts.requests import Integers, Numbers
 
@@ -42,10 +42,16 @@ class GenerationOptions:
         They are part of the model's sampling distribution with every method: a draft token counts as text for the
         tokens after it. At most 1e5; a repetition penalty is at least 1e-5. Default: the values in
         generation_config.json, or else no penalty.
-      grammar: the automaton that the text follows, for all prompts or one per prompt, None for none. The model's
-        distribution is restricted to the tokens that it allows, with every method. The text ends where it allows
-        nothing but the end; end tokens are possible only in its final states. If the budget ends before, the finish
-        reason is `length`. Where a penalty, a ban or `min_new_tokens` leaves no token of the grammar, it has no effect.
+      logit_bias: numbers from -100 to 100 by token id, for all prompts: each is added to the token's logit after the
+        penalties. At most 512.
+      grammar: a `grammar.Grammar`, or its table, that the text follows, for all prompts or one per prompt, None for
+        none. The model's distribution is restricted to the tokens that it allows, with every method. The text ends
+        where it allows nothing but the end; end tokens are possible only in its final states. If the budget ends
+        before, the finish reason is `length`. Where a penalty, a ban or `min_new_tokens` leaves no token of the
+        grammar, it has no effect.
+      json_schema, choices, regex: instead of `grammar`, for all prompts: the text is a value of a JSON schema (a
+        mapping, JSON text or a pydantic class), one of some texts, or matches a regular expression as a whole. In a
+        conversation with a model that reasons, as its chat template shows, the reasoning comes first and is free.
       seed: the seed of the random numbers; each prompt of a list has its own random stream. With one seed per prompt,
         a prompt's text does not depend on its position in the list. Method `auto` is an exception unless the acceptor
         is coupled: it chooses for the whole batch, and prompts with the same seed use different random streams.
@@ -80,7 +86,11 @@ class GenerationOptions:
     repetition_penalty: Numbers = None
     presence_penalty: Numbers = None
     frequency_penalty: Numbers = None
-    grammar: TokenTable | Sequence[TokenTable | None] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    grammar: Grammar | TokenTable | Sequence[Grammar | TokenTable | None] | None = None
+    json_schema: Any = None
+    choices: Sequence[str] | None = None
+    regex: str | None = None
     seed: Integers = 0
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Integers = ()
@@ -92,6 +102,8 @@ class GenerationOptions:
     max_batch: int = 8
 
 
+# The options of which at most one is given.
+GRAMMARS = ("grammar", "json_schema", "choices", "regex")
 NAMES = tuple(field.name for field in dataclasses.fields(GenerationOptions))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import warnings
 from collections import Counter
@@ -21,7 +22,8 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.sampling import is_greedy
 from jaxspec.texts.grammars import packed
 
-# A message has a `role` and a `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}.
+# A message has a `role` and a `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}. One with
+# `tool_calls` needs no content.
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 Messages = Sequence[Message]
@@ -33,6 +35,8 @@ Numbers = float | Sequence[float | None] | None
 DEFAULT_BUDGET = 128
 # The largest penalty, and the inverse of the smallest repetition penalty: float32 logits do not overflow with it.
 MAX_PENALTY = 1e5
+# OpenAI's largest bias, and its largest number of tokens with a bias, rounded up to a power of two.
+MAX_BIAS, MAX_BIASES = 100, 512
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
 _MASK = "give 0 or 1 for each token id of the prompts"
 _MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
@@ -50,6 +54,7 @@ class RowRequest:
       temperature, top_k, top_p, min_p: see `sampling.Sampling`; temperature 0 is greedy. A temperature that means
         greedy (`sampling.is_greedy`) becomes 0.
       repetition_penalty, presence_penalty, frequency_penalty: see `penalties.Penalties`.
+      logit_bias: pairs of a token and the number that is added to its logit.
       rules: the bans of the model's generation_config.json.
       grammar: the automaton that the text follows; None for none.
       log_probs: the number of likeliest tokens that are reported beside the log-probability of each token; −1 for no
@@ -73,6 +78,7 @@ class RowRequest:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     rules: Rules = NO_RULES
     grammar: TokenTable | None = None
     log_probs: int = -1
@@ -296,17 +302,42 @@ def _prompt(name: str, prompt: Any, wanted: str) -> Any:
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or not {"role", *(() if calls else ("content",))} <= message.keys():
         raise ValueError(f"{name} is {shown(message)}; give a message with `role` and `content`")
+    # Templates ask whether a key is there.
+    found = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     try:
-        found = {**message, "content": text_of(message["content"])}
+        found["content"] = text_of(message.get("content", "") if not calls else found.get("content", ""))
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
+    if calls:
+        found["tool_calls"] = [
+            _call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(listed(calls) or [None])
+        ]
     for key in ("role", "content"):
         if not isinstance(found[key], str):
             raise ValueError(f"{name} has the {key} {shown(found[key])}; give a text")
         check_text(f"{name}, {key}", found[key])
     return found
+
+
+def _call(name: str, call: Any) -> dict[str, Any]:
+    """Returns a call of a tool in a message with its arguments as an object, which templates expect."""
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    function = function if isinstance(function, Mapping) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"{name} is {shown(call)}; give an object with `function`, with a `name` and the JSON object `arguments`"
+        )
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
 
 
 def check_text(name: str, text: str) -> None:
@@ -338,6 +369,7 @@ def requests_of(
     min_new_tokens: Any = None,
     copies: int = 1,
     stop_ids: Sequence[int] = (),
+    logit_bias: Any = None,
     rules: Rules = NO_RULES,
     grammar: Any = None,
     log_probs: int = -1,
@@ -354,6 +386,7 @@ def requests_of(
       distribution: temperature, top_k, top_p, min_p and the penalties of `LanguageModel.generate`, by name; None if not
         given.
       stop_ids: as in `Stops`.
+      logit_bias: as in `LanguageModel.generate`.
       rules: the bans of the model's generation_config.json.
       grammar: as in `LanguageModel.generate`.
       log_probs: as in `RowRequest`.
@@ -374,6 +407,7 @@ def requests_of(
     seeds, own = per_row("seed", seed, count, whole), listed(seed) is not None
     ends = () if ignore_eos else config.eos_token_ids
     stop_ids = tuple(index for index in stop_ids if index not in ends)
+    biases = _biases(logit_bias, config.vocab_size)
     requests = []
     for index, prompt in enumerate(batch):
         which = "the prompt" if count == 1 else f"{name}[{index}]"
@@ -393,6 +427,7 @@ def requests_of(
                 max_new_tokens=budget,
                 eos_ids=(*ends, *stop_ids),
                 stop_ids=stop_ids,
+                logit_bias=biases,
                 rules=_with_minimum(rules, least[index], budget),
                 grammar=grammars[index],
                 log_probs=log_probs,
@@ -408,9 +443,31 @@ def requests_of(
     return requests
 
 
+def _biases(given: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Returns `logit_bias` of `LanguageModel.generate` as pairs; JSON has the token ids as texts."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"logit_bias is {shown(given)}; give numbers by token id")
+    biases = []
+    for token, bias in (given or {}).items():
+        index = int(token) if isinstance(token, str) and token.isdecimal() else token
+        index, number = whole("logit_bias", index, "token id"), real("logit_bias", bias)
+        if not 0 <= index < vocab_size:
+            raise ValueError(
+                f"logit_bias has {index}, which is outside the vocabulary; ids are from 0 to {vocab_size - 1}"
+            )
+        if not abs(number) <= MAX_BIAS:
+            raise ValueError(
+                f"logit_bias of {index} is {number}; give a number from -{MAX_BIAS} to {MAX_BIAS}"
+            )
+        biases.append((index, number))
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} tokens; give at most {MAX_BIASES}")
+    return tuple(biases)
+
+
 def _table(name: str, table: Any) -> TokenTable:
     if not isinstance(table, TokenTable):
-        raise ValueError(f"{name} is {shown(table)}; give a jaxspec.grammar.table.TokenTable")
+        raise ValueError(f"{name} is {shown(table)}; give a jaxspec.grammar.Grammar or its table")
     return table
 
 

@@ -14,7 +14,7 @@ from jaxspec.sampling import Sampling
 if TYPE_CHECKING:
     from jaxspec.texts.requests import RowRequest
 
-# The number of end tokens, and of banned tokens, for which the programs of all ordinary requests have space.
+# The number of end tokens, and of tokens with a bias or a ban, for which the programs of ordinary requests have space.
 WIDTH = 8
 # The fields of `Penalties` with a number per row.
 _PENALTIES = ("repetition", "presence", "frequency")
@@ -27,18 +27,18 @@ class Shapes:
     """The properties of requests on which the programs of their batch depend, in addition to the method.
 
     They are equal for all ordinary requests: temperature, filters, penalties, a minimal length, log-probabilities, and
-    up to `WIDTH` end tokens are numbers of the rows. Requests with more end tokens or banned tokens, with banned words,
-    or with a ban of repeated n-grams have programs of their own.
+    up to `WIDTH` end tokens and biases are numbers of the rows. Requests with more of them, with banned words, or with
+    a ban of repeated n-grams have programs of their own.
 
     Attributes:
       num_eos: the number of end tokens per row, a power of two.
-      num_banned: the number of banned tokens per row, a power of two.
+      num_biased: the number of tokens with a bias or a ban per row, a power of two.
       words: the most banned words of a request, and the most tokens of such a word.
       longest_ngram: the longest n-gram that must not repeat.
     """
 
     num_eos: int = WIDTH
-    num_banned: int = WIDTH
+    num_biased: int = WIDTH
     words: tuple[int, int] = (0, 0)
     longest_ngram: int = 0
 
@@ -48,7 +48,7 @@ class Shapes:
         words = [word for request in requests for word in request.rules.longer_words]
         return cls(
             _width(len(request.eos_ids) for request in requests),
-            _width(len(_banned(request)) for request in requests),
+            _width(len(_biased(request)) for request in requests),
             (max(len(request.rules.longer_words) for request in requests), max(map(len, words), default=0)),
             max(request.rules.no_repeat_ngram_size for request in requests),
         )
@@ -62,12 +62,21 @@ class Shapes:
 
     def penalties(self, requests: Sequence[RowRequest]) -> Penalties:
         """Returns the penalties and bans with one row for each of these requests."""
-        banned = _filled(requests, _banned, (self.num_banned, 2))
+        shape = len(requests), self.num_biased
+        biased, bias, until = (
+            np.full(shape, -1, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(shape, np.int32),
+        )
+        for row, request in enumerate(requests):
+            for at, settings in enumerate(_biased(request)):
+                biased[row, at], bias[row, at], until[row, at] = settings
         # NumPy arrays, which the caller puts on the devices.
         arrays: dict[str, Any] = {
             "begin": np.array([len(request.prompt) for request in requests], np.int32),
-            "banned": banned[..., 0],
-            "until": banned[..., 1],
+            "biased": biased,
+            "bias": bias,
+            "until": until,
         }
         arrays |= {name: _numbers(requests, f"{name}_penalty") for name in _PENALTIES}
         if self.words[0]:
@@ -92,16 +101,17 @@ def _width(counts: Iterable[int]) -> int:
     return max(WIDTH, 1 << (max(counts) - 1).bit_length())
 
 
-def _banned(request: RowRequest) -> list[tuple[int, int]]:
-    """Returns the banned tokens, each with the position from which it is allowed again."""
+def _biased(request: RowRequest) -> list[tuple[int, float, int]]:
+    """Returns the tokens with a bias or a ban, each with the bias and the position from which on it is not added."""
     rules, begin = request.rules, len(request.prompt)
     # As in transformers, a bad word is ignored if it is an end-of-text token.
     always = {*rules.suppress_tokens, *(token for token in rules.bad_tokens if token not in request.eos_ids)}
     ends = rules.min_length if rules.min_new_tokens is None else begin + rules.min_new_tokens
     return [
-        *((token, _ALWAYS) for token in sorted(always)),
-        *((token, begin + 1) for token in rules.begin_suppress_tokens),
-        *((token, ends) for token in request.eos_ids if ends > begin),
+        *((token, -np.inf, _ALWAYS) for token in sorted(always)),
+        *((token, -np.inf, begin + 1) for token in rules.begin_suppress_tokens),
+        *((token, -np.inf, ends) for token in request.eos_ids if ends > begin),
+        *((token, bias, _ALWAYS) for token, bias in request.logit_bias),
     ]
 
 

@@ -64,7 +64,7 @@ class StopStrings:
         if found:
             before, self._held = self._held[: min(found)[1]], ""
             return before, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         certain = self._held[: len(self._held) - keep]
         self._held = self._held[len(certain) :]
         return certain, False
@@ -75,7 +75,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):

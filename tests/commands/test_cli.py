@@ -110,6 +110,24 @@ def test_generate_json(run, model, cache):
     assert any((cache / "compiled").iterdir())
 
 
+@pytest.mark.full
+def test_generate_under_a_grammar(run, model, tmp_path):
+    (schema := tmp_path / "schema.json").write_text('{"enum": [[1], "ab"]}')
+    options = "generate", PROMPT, "--model", model, "--max-new-tokens", 12, "--method", "ngram"
+    for grammar, wanted in (
+        (("--choices", "cd", "--choices", "c d"), ("cd", "c d")),
+        (("--regex", "x{3}"), ("xxx",)),
+        (("--json-schema", schema), ("[1]", '"ab"', "[\n  1\n]")),
+    ):
+        status, out, _ = run(*options, *grammar)
+        assert (status, out.strip() in wanted) == (0, True), out
+    schema.write_text("{")
+    assert "the JSON schema is no JSON" in one_error(run, *options, "--json-schema", schema)
+    assert "got both --json-schema and regex" in one_error(
+        run, *options, "--json-schema", schema, "--regex", "a"
+    )
+
+
 def test_generate_several_texts_with_log_probabilities(run, model):
     options = (
         "--max-new-tokens",

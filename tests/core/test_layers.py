@@ -68,6 +68,7 @@ LAYERS = (
     "jaxspec.measuring.tuning",
     "jaxspec.measuring.aot",
     "jaxspec.measuring.commands jaxspec.measuring",
+    "jaxspec.serving.tools",
     "jaxspec.serving.openai jaxspec.serving.batch_files",
     "jaxspec.serving.translation",
     "jaxspec.serving.batch jaxspec.serving.ray jaxspec.serving.lm_eval",

@@ -22,7 +22,11 @@ SETTINGS: dict[str, dict] = {
     "repetition": {"repetition": (1.5, 1.0, 3.0)},
     "presence": {"presence": (0.5, 2.0, -1.0)},
     "frequency": {"frequency": (0.7, 0.0, 2.0)},
-    "banned": {"banned": ((3, -1), (4, 9), (2, 7)), "until": ((99, 0), (3, 99), (5, 99))},
+    "biased": {
+        "biased": ((3, -1), (4, 9), (2, 7)),
+        "bias": ((-np.inf, 0), (-np.inf, 2.5), (-3.0, -np.inf)),
+        "until": ((99, 0), (3, 99), (5, 99)),
+    },
     "words": {"words": (((-1, 12, 0), (2, 3, 9)), ((4, 3, 10), (-1, -1, -1)), ((7, 2, 7), (-1, 9, 0)))},
     "ngram": {"ngram": (2, 0, 3), "longest_ngram": 3},
 }
@@ -35,8 +39,9 @@ SETTINGS["small"] = {
     "repetition": (1.6,),
     "presence": (0.4,),
     "frequency": (0.3,),
-    "banned": ((0,),),
-    "until": ((4,),),
+    "biased": ((0, 2),),
+    "bias": ((-np.inf, 0.8),),
+    "until": ((4, 99),),
     "words": (((1, 0, 3), (-1, 3, 3)),),
     "ngram": (3,),
     "longest_ngram": 3,
@@ -46,7 +51,7 @@ SETTINGS["small"] = {
 def penalties(
     setting: str, prompts: Sequence[Sequence[int]] = PROMPTS, rows: Sequence[int] = (0, 1, 2)
 ) -> Penalties:
-    kinds = {"repetition": jnp.float32, "presence": jnp.float32, "frequency": jnp.float32}
+    kinds = dict.fromkeys(("repetition", "presence", "frequency", "bias"), jnp.float32)
     arrays = {
         name: value
         if name == "longest_ngram"
@@ -67,9 +72,9 @@ def changed(setting: str, row: int, logits: np.ndarray, text: Sequence[int], beg
             new[token] *= own["repetition"] if new[token] < 0 else 1 / own["repetition"]
         times = list(text[begin:]).count(token)
         new[token] -= own.get("frequency", 0) * times + own.get("presence", 0) * (times > 0)
-    for token, until in zip(own.get("banned", ()), own.get("until", ()), strict=True):
+    for token, bias, until in zip(*(own.get(name, ()) for name in ("biased", "bias", "until")), strict=True):
         if token >= 0 and len(text) < until:
-            new[token] = -np.inf
+            new[token] += bias
     for word in own.get("words", ()):
         sequence = [token for token in word if token >= 0]
         before = sequence[:-1]

@@ -175,6 +175,30 @@ BAD = [
 ]
 
 
+@pytest.mark.full
+def test_grammars_of_lines_and_of_the_job(tmp_path, chat_lm):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {"type": "null"}}}}
+    bodies = {
+        "own": {"guided_regex": "a{3}"},
+        "job's": {},
+        "bad": {"guided_regex": "("},
+        "unknown": {"response_format": form},
+    }
+    records = [
+        {"custom_id": name, "url": "/v1/completions", "body": {"prompt": "ab", "max_tokens": 9, **body}}
+        for name, body in bodies.items()
+    ]
+    records += [{"id": "record", "prompt": "ab", "regex": "e{2}"}, {"id": "job", "prompt": "ab"}]
+    output = run(chat_lm, written(tmp_path / "in", records), options={"choices": ["cd", "dd"]})
+    found = {one.get("custom_id") or one["id"]: one for one in answers(output)}
+    texts = [found[name]["response"]["body"]["choices"][0]["text"] for name in ("own", "job's")]
+    texts += [found[name]["text"] for name in ("record", "job")]
+    assert (texts[0], texts[2]) == ("aaa", "ee")
+    assert {texts[1], texts[3]} <= {"cd", "dd"}
+    for name, param in (("bad", "guided_regex"), ("unknown", "response_format")):
+        assert found[name]["response"]["body"]["error"]["param"] == param
+
+
 def test_a_system_prompt_is_for_conversations_without_one(tmp_path, chat_lm):
     user, own = {"role": "user", "content": "ab"}, {"role": "system", "content": "d"}
     records = [{"messages": [user]}, {"messages": [own, user]}]

@@ -34,7 +34,7 @@ def lm():
     return tiny.language_model(eos_token_ids=())
 
 
-def slow(prompt, budget, repetition=1.0, presence=0.0, frequency=0.0, suppressed=()):
+def slow(prompt, budget, repetition=1.0, presence=0.0, frequency=0.0, suppressed=(), biases=None):
     text = list(prompt)
     while len(text) < len(prompt) + budget:
         logits = reference.forward(tiny.TARGET, tiny.params(), text, rope_length=len(prompt))[-1]
@@ -44,6 +44,8 @@ def slow(prompt, budget, repetition=1.0, presence=0.0, frequency=0.0, suppressed
             times = text[len(prompt) :].count(token)
             logits[token] -= frequency * times + presence * (times > 0)
         logits[list(suppressed)] = -np.inf
+        for token, bias in (biases or {}).items():
+            logits[token] += bias
         text.append(int(np.argmax(logits)))
     return text[len(prompt) :]
 
@@ -54,24 +56,26 @@ def slow(prompt, budget, repetition=1.0, presence=0.0, frequency=0.0, suppressed
 def test_rows_that_take_the_places_of_others_have_settings_of_their_own(lm, method):
     """Prompts of different lengths share two rows, each with its own numbers."""
     repetition, presence = [1.0, 2.0, 1.3, 1.0, 4.0], [0.0, 1.0, 0.0, 0.5, -0.5]
+    biases = {4: 1.5, 9: -100}
     lm.defaults |= {"suppress_tokens": [11], "frequency_penalty": 0.2}
     results = lm.generate(
         PROMPTS,
         max_new_tokens=9,
         repetition_penalty=repetition,
         presence_penalty=presence,
+        logit_bias=biases,
         method=method,
         max_batch=2,
     )
     wanted = [
-        slow(prompt, 9, *numbers, 0.2, [11])
+        slow(prompt, 9, *numbers, 0.2, [11], biases)
         for prompt, *numbers in zip(PROMPTS, repetition, presence, strict=True)
     ]
     assert [result.tokens for result in results] == wanted
     assert wanted != [slow(prompt, 9) for prompt in PROMPTS]
 
 
-# Fifteen ordinary kinds of request: as data they share the programs of their numbers of rows, 1 and 4.
+# Sixteen ordinary kinds of request: as data they share the programs of their numbers of rows, 1 and 4.
 ORDINARY = (
     {},
     {"temperature": 0.7},
@@ -87,6 +91,7 @@ ORDINARY = (
     {"temperature": 0.7, "n": 3},
     {"stop_token_ids": [3, 4, 5]},
     {"min_new_tokens": 5},
+    {"logit_bias": {3: 5, "4": -100.0}},
     {"max_new_tokens": 200},
 )
 
@@ -112,13 +117,17 @@ def test_rare_requests_have_programs_of_their_own():
 
 def test_bans_hold_where_transformers_has_them():
     rules = Rules((7,), (8,), ((9,), (3, 4), (2,)), 3, 2, 99)
-    requests = [RowRequest((1, 5), 4, (2,), rules=rules), RowRequest((1,), 4, (), rules=Rules(min_length=9))]
+    requests = [
+        RowRequest((1, 5), 4, (2,), rules=rules, logit_bias=((6, 1.5),)),
+        RowRequest((1,), 4, (), rules=Rules(min_length=9)),
+    ]
     penalties = Shapes.of(requests).penalties(requests)
     always = 2**31 - 1
     # An end-of-text token does not count as a bad word. `min_new_tokens`, here 2, has precedence over `min_length`.
-    assert penalties.banned[0].tolist() == [7, 9, 8, 2, -1, -1, -1, -1]
-    assert penalties.until[0, :4].tolist() == [always, always, 3, 4]
-    assert penalties.banned[1].tolist() == [-1] * 8
+    assert penalties.biased[0].tolist() == [7, 9, 8, 2, 6, -1, -1, -1]
+    assert penalties.bias[0, :5].tolist() == [-np.inf] * 4 + [1.5]
+    assert penalties.until[0, :5].tolist() == [always, always, 3, 4, always]
+    assert penalties.biased[1].tolist() == [-1] * 8
     assert penalties.words.tolist() == [[[3, 4]], [[-1, -1]]]
     assert (penalties.ngram.tolist(), penalties.longest_ngram) == ([3, 0], 3)
 

@@ -345,7 +345,33 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"\ud800": 1}, r"\ud800", "unknown field"),
         ({"max_new_tokens": 3}, "max_new_tokens", "perhaps you meant max_tokens"),
         ({"tools": [{}]}, "tools", "tools is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"logit_bias": {"99": 1}}, "logit_bias", "logit_bias has 99, which is outside the vocabulary"),
+        (
+            {"logit_bias": {"9": 101}},
+            "logit_bias",
+            "logit_bias of 9 is 101.0; give a number from -100 to 100",
+        ),
+        ({"logit_bias": [9]}, "logit_bias", "logit_bias is [9]; give numbers by token id"),
+        ({"response_format": {"type": "xml"}}, "response_format", "give an object with the type text"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "give an object with the type text",
+        ),
+        (
+            {"structured_outputs": {"grammar": "a"}},
+            "structured_outputs",
+            "with one of json, json_object, regex",
+        ),
+        ({"guided_regex": "(?=a)"}, "guided_regex", "?="),
+        ({"guided_regex": 5}, "guided_regex", "regex is 5"),
+        ({"guided_choice": []}, "guided_choice", "choices is []"),
+        ({"guided_choice": ["x"]}, "guided_choice", "no text of the grammar can be written"),
+        (
+            {"guided_choice": ["a"], "guided_regex": "a"},
+            "guided_choice",
+            "got both guided_regex and guided_choice",
+        ),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; give at least 1, or echo: true"),
         ({"max_tokens": "many"}, "max_tokens", "give a whole number"),
         ({"max_tokens": 1000}, "prompt", "exceed the model's context of 512"),
@@ -408,8 +434,39 @@ def test_a_body_that_is_no_request(http, content, status):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"guided_choice": ["abcd", "cd e"]},
+        {"guided_regex": "abcd|cd e"},
+        {"structured_outputs": {"regex": "abcd|cd e"}},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_grammar_holds_in_texts_and_streams(http, lm, field):
+    body = {"prompt": "ab", "max_tokens": 9, "temperature": 0, "logprobs": 1, **field}
+    result = lm.generate("ab", max_new_tokens=9, choices=["abcd", "cd e"], method="autoregressive")
+    (choice,) = asked(http, URL, **body)["choices"]
+    assert choice["text"] == result.text
+    assert result.text in ("abcd", "cd e")
+    assert (choice["finish_reason"], result.finish_reason) == ("stop", "eos")
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    streamed = [one["choices"][0] for one in chunks(http, URL, **body)]
+    assert "".join(one["text"] for one in streamed) == choice["text"]
+    drawn = asked(http, URL, **body | {"n": 3, "temperature": 1.0})["choices"]
+    assert {one["text"] for one in drawn} <= {"abcd", "cd e"}
+    assert {one["finish_reason"] for one in drawn} == {"stop"}
+    # A stop string and the budget end a text inside the grammar.
+    (cut,) = asked(http, URL, **body | {"stop": choice["text"][-1]})["choices"]
+    assert (cut["text"], cut["finish_reason"]) == (choice["text"][:-1], "stop")
+    (short,) = asked(http, URL, **body | {"max_tokens": 1})["choices"]
+    assert short["finish_reason"] == "length"
+    assert choice["text"].startswith(short["text"])
+
+
 def test_neutral_and_null_fields_are_accepted(http):
-    body = {"tools": [], "logit_bias": None, "best_of": 1, "user": "me", "stop": None, "top_k": -1}
+    body = {"tools": [], "logit_bias": {}, "best_of": 1, "user": "me", "stop": None, "top_k": -1}
+    body |= {"response_format": {"type": "text"}, "guided_json": None}
     body |= {"skip_special_tokens": True, "metadata": {"a": "b"}, "store": True, "priority": 3}
     asked(http, URL, prompt="ab", max_tokens=2, **body)
 

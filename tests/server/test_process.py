@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import threading
+from typing import Annotated, Literal
 
 import pytest
 
@@ -16,10 +17,52 @@ from tests.commands import called, one_error
 from tests.server import load
 
 openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}<tool_call>{% endfor %}"
+    "{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}\n{% endfor %}"
+)
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Rome", "Oslo"]
+    sunny: bool
+    degrees: Annotated[int, pydantic.Field(ge=-50, le=50)]
+
+
+def structured(client, name):
+    """The parser of the client, and a loop of tools: as a model with random weights calls for ever, three turns."""
+    asked = {"role": "user", "content": "Rome?"}
+    parsed = client.chat.completions.parse(
+        model=name, messages=[asked], max_tokens=100, response_format=Weather
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Weather)
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    talk = [asked]
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        answer = client.chat.completions.create(
+            model=name, messages=talk, tools=tools, tool_choice=choice, max_tokens=100
+        ).choices[0]
+        (call,) = answer.message.tool_calls
+        assert (answer.finish_reason, call.function.name) == ("tool_calls", "weather")
+        Weather.model_validate_json(call.function.arguments)
+        talk += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "Sun."}]
+    with client.chat.completions.stream(
+        model=name, messages=talk, tools=tools, tool_choice="required", max_tokens=100
+    ) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "null"}}}}
+    with pytest.raises(openai.BadRequestError, match="not") as refused:
+        client.chat.completions.create(model=name, messages=[asked], response_format=form)
+    assert refused.value.param == "response_format"
 
 
 @pytest.mark.full
-def test_the_client_of_openai_and_the_end_by_sigterm(model):
+def test_the_client_of_openai_and_the_end_by_sigterm(model, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
     options = (
         model,
         "--served-model-name",
@@ -29,7 +72,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
         "--method",
         "ngram",
         "--chat-template",
-        "chatml",
+        template,
         "--max-batch",
         2,
         "--prefix-cache",
@@ -42,7 +85,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
         with openai.OpenAI(base_url=server.url, api_key="secret", max_retries=0) as client:
             (name,) = (one.id for one in client.models.list())
             assert name == "gpt-4o-mini"
-            messages = [{"role": "user", "content": "Once upon a time " * 8}]
+            messages = [{"role": "user", "content": "Once upon a time " * 24}]
             method = {"method": {"name": "ngram", "ngram_max": 3}}
             whole = client.chat.completions.create(
                 model=name,
@@ -83,6 +126,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             }  # more than 8 have programs of their own
             one = client.completions.create(model=name, prompt="Once", max_tokens=4, extra_body=rare)
             assert one.model_extra["metrics"]["compile_time_ms"] > 0
+            structured(client, name)
             with pytest.raises(openai.BadRequestError) as refused:
                 client.completions.create(model=name, prompt="Once", max_tokens=4, extra_body={"beams": 2})
             assert refused.value.param == "beams"
@@ -103,7 +147,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
             assert server.wait() == 0
         lines = [line.removesuffix("\n") for line in server.lines]
         requests = [line for line in lines if line.startswith("jaxspec: /v1/")]
-        assert len(requests) == 4
+        assert len(requests) == 8
         assert re.search(
             r": \d+ prompt tokens, 12 tokens in .* of \d+ draft tokens accepted; ngram$", requests[0]
         )
@@ -111,7 +155,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model):
         compiled = [line for line in lines if line.startswith("jaxspec: compiled ")]
         assert (
             sum(bool(re.fullmatch(r"jaxspec: compiled prefill.*: \d+ (s|min)", line)) for line in compiled)
-            == 1
+            == 2  # for the first grammar, and for the rare request
         )
         # While it compiles, there is a line each 30 seconds.
         *said, finishing = (line for line in lines if "compiling" not in line and line not in compiled)

@@ -40,6 +40,8 @@ FILES = (
 _CANNOT_ENCODE = "the model's tokenizer cannot encode the text"
 _CANNOT_DECODE = "the model's tokenizer cannot decode token ids"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Special tokens that begin the parts of a call of a tool. They belong to the text, in which a caller finds the call.
+_CALLS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
 # A longer window is halved, so that the cost of a token does not grow with the text.
 _WINDOW = 64
 # The most bytes of a character before its last one.
@@ -161,9 +163,10 @@ class Tokenizer:
         self._loaded = loaded
         self._parts: dict[int, bytes | None] = {}
         self._alone: dict[int, tuple[str, bytes]] = {}
-        self._skipped = frozenset(loaded.all_special_ids) | {
-            index for index, token in loaded.added_tokens_decoder.items() if token.special
-        }
+        added = loaded.added_tokens_decoder.items()
+        special = {*loaded.all_special_ids, *(index for index, token in added if token.special)}
+        self._skipped = frozenset(special - {index for index, token in added if token.content in _CALLS})
+        self._shows_special = len(self._skipped) < len(special)
 
     @property
     def vocab_size(self) -> int:
@@ -191,8 +194,8 @@ class Tokenizer:
         same: bool = self._loaded.get_vocab() == other._loaded.get_vocab()
         return same
 
-    def encode(self, text: str, most_tokens: int | None = None) -> list[int]:
-        """Returns the token ids of a text, with one BOS in front if the tokenizer adds one.
+    def encode(self, text: str, most_tokens: int | None = None, begins: bool = True) -> list[int]:
+        """Returns the token ids of a text, with one BOS in front if the tokenizer adds one and the text `begins`.
 
         Args:
           text: the text.
@@ -203,7 +206,7 @@ class Tokenizer:
         """
         self._check_size(text, most_tokens)
         with failures(_CANNOT_ENCODE):
-            return self._one_bos(self._loaded.encode(text))
+            return self._one_bos(self._loaded.encode(text, add_special_tokens=begins))
 
     def special_id(self, text: str) -> int | None:
         """Returns the id of the special token with this text; None if there is none."""
@@ -296,11 +299,15 @@ class Tokenizer:
           ValueError: the tokenizer cannot decode them.
         """
         given = [int(index) for index in ids]
-        if not self._byte_of.keys().isdisjoint(given):
-            given = self._with_valid_bytes(index for index in given if self._is_text(index, special))
+        has_bytes = not self._byte_of.keys().isdisjoint(given)
+        if has_bytes or self._shows_special:
+            given = [index for index in given if self._is_text(index, special)]
+        if has_bytes:
+            given = self._with_valid_bytes(given)
+        skips = not (special or self._shows_special)
         with failures(_CANNOT_DECODE):
             text: str = self._loaded.decode(
-                given, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+                given, skip_special_tokens=skips, clean_up_tokenization_spaces=False
             )
         return text
 

@@ -14,9 +14,9 @@ from jaxspec.io.embedded import embedded_names
 from jaxspec.methods import Method, registry
 from jaxspec.serving.openai import ApiRequest, BadField, Part, finish_reason, scored
 from jaxspec.serving.server.engine_thread import Job, News, Unavailable
-from jaxspec.serving.translation import Prompts, used
+from jaxspec.serving.translation import Choice, Prompts, used
 from jaxspec.texts.results import Score
-from jaxspec.texts.text import TokenText, TokenTexts
+from jaxspec.texts.text import TokenText
 
 
 def method_of(request: ApiRequest, default: Method, allowed: Sequence[Method] | None = None) -> Method:
@@ -126,8 +126,9 @@ class Answer:
     def __init__(self, lm: LanguageModel, request: ApiRequest, prompts: Prompts, job: Job) -> None:
         self._lm, self._request, self._prompts, self._job = lm, request, prompts, job
         self.num_choices = len(prompts.ids) * request.n
-        self._texts: list[TokenTexts | None] = [None] * self.num_choices
-        self._offsets = [0] * self.num_choices
+        self._choices = [
+            Choice(row, request.logprobs, prompts.reader(request)) for row in range(self.num_choices)
+        ]
         self._begun = False
 
     def _echoed(self) -> list[Part]:
@@ -141,13 +142,11 @@ class Answer:
         reason = finish_reason("length") if self._request.only_echo else None
         which = [row // self._request.n for row in range(self.num_choices)]
         parts = [Part(row, self._prompts.texts[at], scores[at], reason) for row, at in enumerate(which)]
-        self._offsets = [len(part.text) for part in parts]
+        self._choices = [Choice(part.index, self._request.logprobs, offset=len(part.text)) for part in parts]
         return parts
 
     def parts(self, news: News) -> list[Part]:
         """Returns the text of new pieces; before the first ones, the prompts if the request asks for them.
-
-        A token comes with the text that it completes.
 
         Raises:
           Unavailable: the model's logits are not finite.
@@ -158,16 +157,9 @@ class Answer:
             result = piece.result
             if result is not None and result.error is not None:
                 raise Unavailable(result.error, 500, "engine_error")
-            tokens: list[TokenText] = []
-            if self._request.logprobs and piece.new_text is not None:
-                texts = self._texts[row] = self._texts[row] or piece.new_text().by_token()
-                assert texts is not None
-                pushed = texts.push(piece.token_records, piece.text, result is not None)
-                tokens = scored(pushed, self._offsets[row])
-                self._offsets[row] += sum(len(token.text) for token in tokens)
-            reason = None if result is None else finish_reason(result.finish_reason)
-            if piece.text or tokens or reason is not None:
-                parts.append(Part(row, piece.text, tokens, reason))
+            part = self._choices[row].part(piece)
+            if part != Part(row, tokens=[]):
+                parts.append(part)
         return parts
 
     def usage(self) -> dict[str, Any]:

@@ -119,8 +119,8 @@ class Api:
         self._names = settings.names or (lm.name,)
         # One thread, because several may not share a tokenizer; long prompts do not block the event loop.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
-        # The first check of `exact` takes seconds, in which the texts of others go on.
-        self._checks = Worker("exactness")
+        # The first check of `exact`, and a new grammar, take seconds, in which the texts of others go on.
+        self._slow = Worker("slow work")
 
     def app(self) -> Starlette:
         """Returns the application; the engine thread starts and ends with it."""
@@ -236,9 +236,13 @@ class Api:
                 self._check(api)
                 prompts = await self._in_thread(self._encoded, api)
                 method = method_of(api, self._settings.method, self._settings.allowed)
-                rows = rows_of(self._lm, api, prompts, method=method, seed=secrets.randbits(32))
+                make = functools.partial(
+                    rows_of, self._lm, api, prompts, method=method, seed=secrets.randbits(32)
+                )
+                slow = prompts.grammar is not None
+                rows = await asyncio.wrap_future(self._slow.submit(make)) if slow else make()
                 if flag("exact", api.options.get("exact", False)):
-                    await asyncio.wrap_future(self._checks.submit(self._lm.check_exact))
+                    await asyncio.wrap_future(self._slow.submit(self._lm.check_exact))
                 job = self._engine.submit(rows, prompts.ids if api.echo and api.logprobs else ())
         except EXPECTED as error:
             raise refused(error, api) from None
