@@ -18,26 +18,26 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
-    ".": 1093,
-    "cli": 822,
+    ".": 1098,
+    "cli": 830,
     "console": 970,
     "costs": 235,
     "decoding": 553,
     "drafting": 1763,
-    "engine": 1316,
-    "grammar": 1111,
+    "engine": 1354,
+    "grammar": 1119,
     "heads": 2645,
     "host": 698,
-    "io": 4189,
+    "io": 4195,
     "loading": 494,
     "measuring": 5988,
     "methods": 1516,
     "model": 2155,
     "programs": 1063,
-    "serving": 2295,
+    "serving": 2694,
     "session": 1193,
     "testing": 655,
-    "texts": 826,
+    "texts": 887,
 }
 SLACK = 25
 MOST_METHODS, MOST_BRANCHES = 25, 20
