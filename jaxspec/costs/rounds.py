@@ -252,6 +252,34 @@ def predicted_speedup(
     return Prediction(speedup(best), best)
 
 
+def reached_speedup(
+    draft: DraftCost,
+    costs: StepCosts,
+    num_tokens: int,
+    num_rounds: int,
+    num_drafts: int,
+    num_draft_tokens: int,
+) -> float:
+    """Returns the speed-up of a generated text over plain decoding, computed from the counts of its rounds.
+
+    Args:
+      draft: the cost of its drafts.
+      costs: the device's costs of steps.
+      num_tokens: the number of tokens that the rounds committed.
+      num_rounds: the number of rounds.
+      num_drafts: the number of rounds with a draft.
+      num_draft_tokens: the number of draft tokens that were verified.
+
+    Examples:
+      >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 10.0)), 1, 4.0, 0.0)
+      >>> reached_speedup(DraftCost(lookup=True), costs, num_tokens=6, num_rounds=3, num_drafts=2, num_draft_tokens=8)
+      2.0
+    """
+    drafted = num_drafts * draft.round_ms(costs, round(num_draft_tokens / max(num_drafts, 1)))
+    taken = drafted + (num_rounds - num_drafts) * draft.round_ms(costs, 0)
+    return num_tokens * DraftCost().round_ms(costs, 0) / taken
+
+
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
