@@ -224,7 +224,7 @@ def draft_ids(
     Returns:
       int32[rows], in the order of the rows; None for all tokens.
     """
-    rows = size if rows is None else rows
+    own, rows = rows is not None, size if rows is None else rows
     if "d2t" not in tensors:
         if rows != size:
             raise ValueError(
@@ -242,4 +242,8 @@ def draft_ids(
         known.shape != (size,) or not np.array_equal(np.flatnonzero(known), np.sort(ids))
     ):
         raise ValueError(f"{directory}: t2d marks other tokens than row + d2t names; save the head again")
-    return ids
+    if not own and offsets.any():
+        raise ValueError(
+            f"{directory}: d2t orders all tokens anew; expected zeros with the target's output head"
+        )
+    return ids if own else None

@@ -406,6 +406,12 @@ def test_a_head_of_speculators_over_all_tokens_has_the_targets_head(tmp_path):
     found = read(tmp_path / "own", (content, tensors))
     assert found.config == read(tmp_path / "authors", dflash()).config
     assert found.load(np.float32).keys() == {"fc", "hidden_norm", "layers", "norm"}
+    # A map of all tokens says nothing, unless it reorders the rows.
+    tensors["d2t"] = np.zeros(TARGET.vocab_size, np.int64)
+    assert read(tmp_path / "map", (content, tensors)).ids is None
+    tensors["d2t"][[1, 2]] = 1, -1
+    with pytest.raises(ValueError, match="d2t orders all tokens anew"):
+        read(tmp_path / "order", (content, tensors))
 
 
 def test_a_long_block_is_drafted_as_far_as_any_draft_may_go(tmp_path):
