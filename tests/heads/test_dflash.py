@@ -406,7 +406,7 @@ def test_a_head_of_speculators_over_all_tokens_has_the_targets_head(tmp_path):
     found = read(tmp_path / "own", (content, tensors))
     assert found.config == read(tmp_path / "authors", dflash()).config
     assert found.load(np.float32).keys() == {"fc", "hidden_norm", "layers", "norm"}
-    # A map of all tokens says nothing, unless it reorders the rows.
+    # A map of all tokens has no effect, unless it reorders the rows.
     tensors["d2t"] = np.zeros(TARGET.vocab_size, np.int64)
     assert read(tmp_path / "map", (content, tensors)).ids is None
     tensors["d2t"][[1, 2]] = 1, -1

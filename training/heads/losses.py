@@ -126,7 +126,7 @@ def look(target: LlamaConfig, params: Params, batch: Batch, aux_layers: tuple[Au
 
 
 def ahead(values: jax.Array, count: int) -> jax.Array:
-    """Moves what belongs to token t + count into row t, [B, T, …]; the last rows get what means nothing there."""
+    """Moves the values of token t + count into row t, [B, T, …]; those of the last rows have no meaning."""
     return jnp.roll(values, -count, axis=1)
 
 
@@ -155,7 +155,7 @@ def inside(part: np.ndarray | None, tokens: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What of a head's loss counts how much.
+    """The weights of the terms and of the steps of a head's loss.
 
     Attributes:
       distribution: of the distance from the target's distribution, which `loss` names.
