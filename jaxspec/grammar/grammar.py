@@ -174,7 +174,7 @@ def _automaton(spec: Grammar) -> tuple[np.ndarray, np.ndarray]:
         try:
             schema = json.loads(str(spec.source))
         except ValueError as error:
-            raise GrammarError(f"the JSON schema is no JSON: {error}") from None
+            raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
         start = JsonSchema(schema, nodes).document(end)
     else:
         raise GrammarError(f"kind is {spec.kind!r}; expected json_schema, json_object, choices or regex")

@@ -134,7 +134,8 @@ class JsonSchema:
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
         for name in _CANNOT:
-            if name in schema and schema[name] not in ({}, []):
+            # Without entries, others forbid nothing.
+            if name in schema and (name in ("not", "if", "contains") or schema[name] not in ({}, [])):
                 raise GrammarError(
                     f"JSON schema: {path}.{name} cannot be expressed as a finite table; write the schema without "
                     f"`{name}`"
@@ -256,10 +257,10 @@ class JsonSchema:
         _expect(isinstance(properties, dict), f"{path}.properties", "an object", properties)
         _expect(isinstance(required, list), f"{path}.required", "a list", required)
         # Without properties others are expected, and with them only if the schema mentions them.
-        others = schema.get("additionalProperties", not properties)
-        if schema.get("unevaluatedProperties") is False and "additionalProperties" not in schema:
-            others = False
-        properties = {**properties, **{name: others for name in required if name not in properties}}
+        closed = schema.get("unevaluatedProperties") is False
+        others = schema.get("additionalProperties", not (properties or closed))
+        needed = schema.get("additionalProperties", not closed)
+        properties = {**properties, **{name: needed for name in required if name not in properties}}
         low = _whole(schema, "minProperties", path) or 0
         high = _whole(schema, "maxProperties", path)
         if others is not False and low > len(required) + 1:

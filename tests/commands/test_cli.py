@@ -122,7 +122,7 @@ def test_generate_under_a_grammar(run, model, tmp_path):
         status, out, _ = run(*options, *grammar)
         assert (status, out.strip() in wanted) == (0, True), out
     schema.write_text("{")
-    assert "the JSON schema is no JSON" in one_error(run, *options, "--json-schema", schema)
+    assert "the JSON schema is not valid JSON" in one_error(run, *options, "--json-schema", schema)
     assert "got both --json-schema and regex" in one_error(
         run, *options, "--json-schema", schema, "--regex", "a"
     )

@@ -227,12 +227,16 @@ SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
     "an annotation": ({"type": "integer", "minimum": 3, "nullable": True, "x-y": 1}, [3, 12345]),
     "anything": ({}, [1.5, "a", None, [], {}, {"a": [1, {"b": "c"}]}]),
     "item of anything": ({"type": "array", "items": True, "maxItems": 2}, [[1, {"a": None}]]),
+    "required and unnamed": ({"properties": {"a": {}}, "required": ["b"]}, [{"b": 1}, {"a": 1, "b": None}]),
     "draft 4": ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, [[], [1]]),
 }
 # What cannot be expressed, or is wrong, with a part of the line.
 REFUSED: list[tuple[Any, str]] = [
     ({"properties": {"x": {"not": {"type": "null"}}}}, r"\$\.x\.not cannot be expressed"),
     ({"if": {"type": "null"}, "then": False}, r"\$\.if cannot"),
+    ({"not": {}}, r"\$\.not cannot"),
+    ({"if": {}, "then": {"type": "integer"}}, r"\$\.if cannot"),
+    ({"type": "array", "contains": {}}, r"\$\.contains cannot"),
     ({"type": "array", "items": {"patternProperties": {"a": {}}}}, r"\$\.items\.patternProperties cannot"),
     ({"type": "array", "uniqueItems": True}, r"\$\.uniqueItems cannot"),
     ({"type": "integer", "multipleOf": 5}, r"\$\.multipleOf is 5"),
@@ -258,7 +262,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"allOf": [{"format": "date"}, {"format": "time"}]}, "two different `format`"),
     ("3", r"\$ is 3; expected an object or a boolean"),
     (3, "the JSON schema is a int; give"),
-    ("[", "no JSON"),
+    ("[", "not valid JSON"),
     ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no text matches"),
     (False, "no text matches"),
     ({"type": "integer", "minimum": 3, "maximum": 2}, "no text matches"),
