@@ -113,7 +113,7 @@ def test_keys_that_a_model_type_does_not_use_are_named_in_one_line(tmp_path, kin
 def test_keys_that_make_another_model_are_refused_unless_they_change_nothing(key, kind):
     for off in (None, False, *REFUSED[key]):
         assert check_keys(kind, {key: off}) is None
-    with pytest.raises(ValueError, match=f"^{key} is 0.37; a {kind} model with it is not supported"):
+    with pytest.raises(ValueError, match=f"^{key} is 0.37; models of {kind} with it are not supported"):
         check_keys(kind, {key: 0.37})
 
 

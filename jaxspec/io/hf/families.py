@@ -1,4 +1,4 @@
-"""The families of models, by the `model_type` of their `config.json`: what each has that Llama has not.
+"""The families of models, by the `model_type` of their `config.json`: their differences from Llama.
 
 A family is one record: the keys of its file, their defaults in transformers, the fields of `LlamaConfig` that they set,
 and the names and places of its tensors. The network knows no family.
@@ -28,7 +28,7 @@ def _words(text: str) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a family has that Llama has not.
+    """The differences between a family and Llama.
 
     Attributes:
       architecture: the class in transformers.

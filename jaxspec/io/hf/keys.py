@@ -142,7 +142,7 @@ def check_keys(kind: str, content: Mapping[str, Any]) -> str | None:
         if key not in READ[kind] and not _empty(content.get(key)) and content[key] not in neutral:
             usual = f"leave it out or give {shown(neutral[0])}" if neutral else "leave it out"
             raise ValueError(
-                f"{key} is {shown(content[key])}; a {kind} model with it is not supported ({usual} if the model was "
+                f"{key} is {shown(content[key])}; models of {kind} with it are not supported ({usual} if the model was "
                 "trained without)"
             )
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
