@@ -30,7 +30,7 @@ class ProcessOptions:
       coordinator_address: the address of process 0, HOST:PORT with a free port.
       num_processes: the number of processes.
       process_id: the number of this process; 0 writes all output.
-      join_timeout_seconds: how long to wait for the other processes at the start.
+      join_timeout_seconds: the longest wait for other processes.
       heartbeat_timeout_seconds: the longest time without a heartbeat.
     """
 

@@ -24,7 +24,7 @@ class DSpark(DFlash):
 
     Examples:
       >>> DSpark(draft="deepseek-ai/dspark_qwen3_8b_block7", stop_rule="probe")
-      DSpark(draft='deepseek-ai/dspark_qwen3_8b_block7', stop_rule=('probe',))
+      DSpark(stop_rule=('probe',), draft='deepseek-ai/dspark_qwen3_8b_block7')
     """
 
     name: ClassVar[str] = "dspark"
