@@ -141,7 +141,13 @@ def test_bans_that_leave_no_token_have_no_effect():
     first = np.flatnonzero(allowed(one, (), EOS, 13))
     banned = jnp.array([[*first, *[-1] * (13 - len(first))]] * 3)
     plain = constrained(loop, [one, one, None]).texts(PROMPTS, 8, eos=EOS)
-    loop = constrained(loop, [one, one, None], banned=banned, until=jnp.full(banned.shape, 99))
+    loop = constrained(
+        loop,
+        [one, one, None],
+        biased=banned,
+        bias=jnp.full(banned.shape, -jnp.inf),
+        until=jnp.full(banned.shape, 99),
+    )
     state, _ = loop.begin(PROMPTS, 8, eos=EOS)
     assert not state.broken.any()
     found = loop.texts(PROMPTS, 1, eos=EOS)
