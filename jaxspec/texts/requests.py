@@ -316,8 +316,8 @@ def _message(name: str, message: Any) -> dict[str, Any]:
             _call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(listed(calls) or [None])
         ]
     for key in ("role", "content"):
-        if not isinstance(found[key], str):
-            raise ValueError(f"{name} has the {key} {shown(found[key])}; give a text")
+        if not isinstance(found.get(key), str):
+            raise ValueError(f"{name} has the {key} {shown(message[key])}; give a text")
         check_text(f"{name}, {key}", found[key])
     return found
 
