@@ -280,7 +280,7 @@ def gguf_files() -> dict[str, bytes]:
             ("rope.scaling.factor", "f", (math.nan, math.inf, -2.0)),
             ("rope.scaling.factor", "s", ("two",)),
             ("rope.scale_linear", "d", (1e300, math.nan)),
-            ("rope.scaling.type", "s", ("yarn", CONTROL, LONG)),
+            ("rope.scaling.type", "s", ("cubic", CONTROL, LONG)),
             ("rope.scaling.type", "[i", ([1, 2],)),
             ("expert_count", "f", (math.nan,)),
             ("attention.sliding_window", "i", (-5,)),

@@ -148,7 +148,7 @@ def test_options_are_taken_as_their_types_say():
         (
             "kangaroo",
             {"tree": "8x4"},
-            "method kangaroo has no option `tree`; it is an option of eagle, eagle3, hydra",
+            "method kangaroo has no option `tree`; it is an option of dflash, dspark, eagle, eagle3, hydra",
         ),
         (
             "ngram",

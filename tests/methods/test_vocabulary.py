@@ -91,7 +91,7 @@ def test_there_is_such_a_drafter_of_every_method_with_a_head():
     families = {tiny.DRAFTERS[name].family for name in OVER_SOME}
     assert families == {case.family for case in tiny.DRAFTERS.values() if case.has_rule}
     has_head = {name for name, cls in registry.built_in().items() if "draft_vocab" in cls.options()}
-    without = {"auto", "autoregressive", "ngram", "suffix", "hybrid", "token-recycling"}
+    without = {"auto", "autoregressive", "grammar", "ngram", "suffix", "hybrid", "token-recycling"}
     assert has_head == set(registry.built_in()) - without
 
 
