@@ -483,7 +483,7 @@ def test_a_head_is_found_beside_its_target_and_where_it_comes_along(folder, tmp_
     shipped = tmp_path / "heads" / "any-name"
     shipped.parent.mkdir()
     written.rename(shipped)
-    with pytest.raises(ValueError, match=r"; give draft=DIR$"):  # training of such heads is not supported
+    with pytest.raises(ValueError, match=r"; give draft=DIR, or train one with .*--kind dflash`$"):
         lm.drafter("dflash")
     with pytest.raises(ValueError, match=r"or train one with `python -m training\.heads --kind eagle3`"):
         jaxspec.load(folder).generate("Once", method="eagle3")
