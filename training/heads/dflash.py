@@ -7,7 +7,6 @@ each other.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -19,33 +18,19 @@ from jaxspec.heads.dflash import network
 from jaxspec.heads.dflash.network import DFlashConfig
 from jaxspec.model import llama, rope
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import AuxLayer, Params
+from jaxspec.model.llama import Params
 from jaxspec.model.numerics import precision_of
 from jaxspec.sampling import seed_key
 from training.heads.head_type import HeadOptions, Kind, bounded_norm, target_head
-from training.heads.losses import Weights, ahead, at_rows, head_loss
+from training.heads.losses import Network, Weights, ahead, at_rows, head_loss
 from training.losses.base import Batch, Loss
 
 # Keys and values [B, T, KV, hd] of the text.
 Pair = tuple[jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class DFlashNetwork:
-    """A head of DFlash; see `training.heads.losses.Network`.
-
-    Attributes:
-      head: its configuration.
-      target: the config of the model it drafts for.
-    """
-
-    head: DFlashConfig
-    target: LlamaConfig
-
-    @property
-    def aux_layers(self) -> tuple[AuxLayer, ...]:
-        """The target's auxiliary hidden states that the head reads."""
-        return self.head.aux_layers
+class DFlashNetwork(Network[DFlashConfig]):
+    """A head of DFlash."""
 
     def outputs(
         self, params: Params, embedding: Params, batch: Batch, aux_hidden_states: jax.Array, steps: int

@@ -8,7 +8,6 @@ pairs that other rows have drafted.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -21,11 +20,11 @@ from jaxspec.heads.eagle.network import EagleConfig
 from jaxspec.model import llama, rope
 from jaxspec.model.cache import visible
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import Attend, AuxLayer, Params
+from jaxspec.model.llama import Attend, Params
 from jaxspec.model.numerics import precision_of
 from jaxspec.sampling import seed_key
 from training.heads.head_type import HeadOptions, Kind, bounded_norm, llama_block, target_head
-from training.heads.losses import Weights, ahead, head_loss
+from training.heads.losses import Network, Weights, ahead, head_loss
 from training.losses.base import Batch, Loss
 
 # Keys and values [B, T, KV, hd] of each step so far.
@@ -34,22 +33,8 @@ Memory = list[tuple[jax.Array, jax.Array]]
 _MASKED = -1e30
 
 
-@dataclasses.dataclass(frozen=True)
-class EagleNetwork:
-    """An EAGLE head of one layer; see `training.heads.losses.Network`.
-
-    Attributes:
-      head: what it is made of.
-      target: the config of the model it drafts for.
-    """
-
-    head: EagleConfig
-    target: LlamaConfig
-
-    @property
-    def aux_layers(self) -> tuple[AuxLayer, ...]:
-        """What the head reads of its target."""
-        return self.head.aux_layers
+class EagleNetwork(Network[EagleConfig]):
+    """An EAGLE head of one layer."""
 
     def outputs(
         self, params: Params, embedding: Params, batch: Batch, aux_hidden_states: jax.Array, steps: int

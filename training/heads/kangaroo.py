@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,21 +13,12 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.sampling import seed_key
 from training.heads.head_type import HeadOptions, Kind, llama_block
-from training.heads.losses import Weights, ahead, head_loss
+from training.heads.losses import Network, Weights, ahead, head_loss
 from training.losses.base import Batch, Loss
 
 
-@dataclasses.dataclass(frozen=True)
-class KangarooNetwork:
-    """An adapter; see `training.heads.losses.Network`.
-
-    Attributes:
-      head: what it is made of.
-      target: the config of the model it drafts for.
-    """
-
-    head: KangarooConfig
-    target: LlamaConfig
+class KangarooNetwork(Network[KangarooConfig]):
+    """An adapter."""
 
     @property
     def aux_layers(self) -> tuple[AuxLayer, ...]:

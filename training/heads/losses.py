@@ -7,9 +7,10 @@ goes on from its own output, as it drafts; the tokens are the text's.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,29 +48,28 @@ from training.losses.base import (
 #
 # λ and w have no gradient.
 LossName = Literal["ce", "tv-ce", "lk", "d-pace"]
+Shape = TypeVar("Shape", bound=HeadConfig)
 
 
-class Network(Protocol):
-    """A kind of head as its losses see it.
+@dataclasses.dataclass(frozen=True)
+class Network(abc.ABC, Generic[Shape]):
+    """A type of head in training.
 
     Attributes:
+      head: its configuration.
       target: the config of the model it drafts for.
-      aux_layers: what it reads of that model.
-      head: what it is made of.
     """
 
-    @property
-    def target(self) -> LlamaConfig:
-        """The config of the model it drafts for."""
+    head: Shape
+    target: LlamaConfig
 
     @property
     def aux_layers(self) -> tuple[AuxLayer, ...]:
-        """What it reads of that model."""
+        """The target's auxiliary hidden states that the head reads: those of its configuration, if it has any."""
+        layers: tuple[AuxLayer, ...] = self.head.aux_layers  # type: ignore[attr-defined]
+        return layers
 
-    @property
-    def head(self) -> HeadConfig:
-        """The configuration of the head."""
-
+    @abc.abstractmethod
     def outputs(
         self, params: Params, embedding: Params, batch: Batch, aux_hidden_states: jax.Array, steps: int
     ) -> list[jax.Array]:
@@ -83,9 +83,11 @@ class Network(Protocol):
           steps: the number of steps.
         """
 
+    @abc.abstractmethod
     def reading(self, params: Params, step: int) -> Params:
         """Selects the parameters that turn an output of a step into logits; what the head lacks is the target's."""
 
+    @abc.abstractmethod
     def logits(self, own: Params, target: Params, output: jax.Array) -> jax.Array:
         """Computes logits of outputs: [B, T, D] → float32[B, T, N]; `own` is of `reading`."""
 

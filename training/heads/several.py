@@ -6,8 +6,6 @@ the text's own tokens in between (Ankner et al. 2024); in the drafter they read 
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,30 +13,15 @@ import numpy as np
 from jaxspec.heads.hydra.network import HydraConfig
 from jaxspec.heads.medusa.network import MedusaConfig, through_blocks
 from jaxspec.model import llama
-from jaxspec.model.config import LlamaConfig
-from jaxspec.model.llama import AuxLayer, Params
+from jaxspec.model.llama import Params
 from jaxspec.model.numerics import linear
 from training.heads.head_type import HeadOptions
-from training.heads.losses import Weights, ahead, head_loss
+from training.heads.losses import Network, Weights, ahead, head_loss
 from training.losses.base import Batch, Loss
 
 
-@dataclasses.dataclass(frozen=True)
-class SeveralNetwork:
-    """Several heads, one per step; see `training.heads.losses.Network`.
-
-    Attributes:
-      head: the architecture of the heads; Hydra's without a prefix attention.
-      target: the config of the target model.
-    """
-
-    head: MedusaConfig | HydraConfig
-    target: LlamaConfig
-
-    @property
-    def aux_layers(self) -> tuple[AuxLayer, ...]:
-        """The target's auxiliary hidden states that the heads read."""
-        return self.head.aux_layers
+class SeveralNetwork(Network[MedusaConfig | HydraConfig]):
+    """Several heads, one per step."""
 
     def outputs(
         self, params: Params, embedding: Params, batch: Batch, aux_hidden_states: jax.Array, steps: int

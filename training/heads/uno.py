@@ -7,8 +7,6 @@ token at this position. The adapters apply to the noise only, and nothing else i
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +19,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.sampling import seed_key
 from training.heads.head_type import HeadOptions, Kind
-from training.heads.losses import ahead
+from training.heads.losses import Network, ahead
 from training.losses.base import (
     Batch,
     Given,
@@ -38,17 +36,8 @@ RANK = 16
 Pair = tuple[jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class UnoNetwork:
-    """An adapter; see `training.heads.losses.Network`.
-
-    Attributes:
-      head: the adapter's configuration.
-      target: the config of the model that drafts.
-    """
-
-    head: UnoConfig
-    target: LlamaConfig
+class UnoNetwork(Network[UnoConfig]):
+    """An adapter."""
 
     @property
     def aux_layers(self) -> tuple[AuxLayer, ...]:
