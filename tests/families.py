@@ -15,7 +15,7 @@ _POST: dict[str, Any] = {"norm_placement": "post", "qk_norm": True}
 _OLMO = _POST | {"qk_norm_over_heads": True}
 _GEMMA: dict[str, Any] = {"norm_offset": 1.0, "tie_embeddings": True, "activation": "gelu_tanh"}
 _GEMMA2 = _GEMMA | {"norm_placement": "sandwich"}
-# What each family has that Llama has not. Values by layer are repeated.
+# The keys in which each family differs from Llama. Values by layer are repeated.
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {},
     "exaone": {},

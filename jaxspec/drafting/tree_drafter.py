@@ -144,7 +144,7 @@ def combine(size: Dynamic, logits: jax.Array, ids: jax.Array | None = None) -> P
       ids: as in `grow`.
 
     Returns:
-      The proposal, as of `grow`.
+      The proposal, with parents and without `log_probs`.
 
     Examples:
       >>> probabilities = jnp.array([[[0.6, 0.4, 0.0], [0.9, 0.0, 0.1]]])  # 0: .6, 1: .4, then 0: .54 and .36

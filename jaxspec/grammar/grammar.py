@@ -21,13 +21,13 @@ from jaxspec.io.tokenizers.tokenizer import Tokenizer
 # The depth of `Grammar.json_object`, and the most characters of a grammar.
 OBJECT_DEPTH = 5
 MAX_SIZE = 2**18
-# What a model may write between the marker and the text.
+# The text between the marker and the document is one of these, or empty.
 _AFTER_MARKER = (b"\n\n", b"\n", b" ")
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """What a generated text must be.
+    """A description of the texts that a model may generate.
 
     Attributes:
       kind: `json_schema`, `json_object`, `choices` or `regex`.

@@ -27,7 +27,7 @@ from jaxspec.grammar.regex import Regex
 
 ANY_DEPTH, REF_DEPTH = 3, 4
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-# What implies a type if none is given.
+# The keywords that imply a type if the schema has none.
 _IMPLIED = {
     "object": {
         "properties",
@@ -556,7 +556,7 @@ def _shared_types(one: Any, other: Any) -> list[Any]:
     return sorted(wider[0] & wider[1])
 
 
-# What a keyword of two schemas becomes in one that both match.
+# How two values of a keyword are joined, so that a value matches both schemas.
 _MERGE: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),

@@ -244,6 +244,6 @@ def draft_ids(
         raise ValueError(f"{directory}: t2d marks other tokens than row + d2t names; save the head again")
     if not own and offsets.any():
         raise ValueError(
-            f"{directory}: d2t orders all tokens anew; expected zeros with the target's output head"
+            f"{directory}: d2t changes the order of the tokens; expected zeros: the head has the target's matrix"
         )
     return ids if own else None

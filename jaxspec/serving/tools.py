@@ -199,7 +199,7 @@ class Reader:
         self, form: Form | None, after: str | None = None, opening: str = "", most: int | None = None
     ) -> None:
         self._form, self._after, self._most = form, after or "", most
-        # What is not read yet, and what a wrong call has before it.
+        # The text that is not read yet, and the text before a call, which becomes content if the call is wrong.
         self._text, self._consumed = "" if after else opening, ""
         self._opening, self._state = opening, self._reasoning if after else self._content
         self._bare, self._blank = form is not None and form.bare, bool(after)

@@ -230,7 +230,7 @@ SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
     "required and unnamed": ({"properties": {"a": {}}, "required": ["b"]}, [{"b": 1}, {"a": 1, "b": None}]),
     "draft 4": ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, [[], [1]]),
 }
-# What cannot be expressed, or is wrong, with a part of the line.
+# Schemas that cannot be expressed or are wrong, each with a part of the error message.
 REFUSED: list[tuple[Any, str]] = [
     ({"properties": {"x": {"not": {"type": "null"}}}}, r"\$\.x\.not cannot be expressed"),
     ({"if": {"type": "null"}, "then": False}, r"\$\.if cannot"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import safetensors.numpy
 
 from jaxspec.acceptance import BlockAcceptor
@@ -131,6 +132,13 @@ def with_tensors(files: Files, **changes: Any) -> Files:
 
 def with_config(files: Files, **changes: Any) -> Files:
     return {**files[0], **changes}, files[1]
+
+
+def check_refused(directory: Path, files: Files, message: str) -> None:
+    """Checks that a head of these files is refused in one line that matches `message`."""
+    with pytest.raises(ValueError, match=message) as error:
+        heads.read_head(write(directory, files), TARGET)
+    assert "\n" not in str(error.value)
 
 
 def check_trees(

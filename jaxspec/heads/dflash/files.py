@@ -69,7 +69,7 @@ def recognises(names: Collection[str]) -> bool:
 
 
 def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
-    """The head that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
+    """Returns the head in these tensors, checked to fit a target; raises the errors of `heads.read_head`."""
     # DeepSpec writes a head of DFlash as one of DSpark of rank 0.
     of_deepspec = content.get("markov_rank") is not None
 
@@ -95,9 +95,9 @@ def read_as(
     """Returns a head of DFlash or of a successor.
 
     Args:
-      directory, content, found, target: as of `read`.
+      directory, content, found, target: the arguments of `read`.
       config_of: the config in the form of the authors → the head's.
-      entries: as of a head's module `files`.
+      entries: the function `entries` of the head's module `files`.
       more: names of tensors that may be there beside those of the entries.
       by_token: see `Head`.
     """

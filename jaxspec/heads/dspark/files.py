@@ -42,7 +42,7 @@ def recognises(names: Collection[str]) -> bool:
 
 
 def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
-    """The head that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
+    """Returns the head in these tensors, checked to fit a target; raises the errors of `heads.read_head`."""
 
     def config(values: Mapping[str, Any]) -> DSparkConfig:
         nested = bool(content.get(dflash.LAYERS))

@@ -66,7 +66,7 @@ def recognises(names: Collection[str]) -> bool:
 
 
 def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: LlamaConfig) -> Head:
-    """The head that these tensors are, checked to fit a target; errors as of `heads.read_head`."""
+    """Returns the head in these tensors, checked to fit a target; raises the errors of `heads.read_head`."""
     # t2d only repeats what d2t says.
     refuse_left_out(directory, (name for name in found.left_out if _plain(name) != "t2d"), found)
     tensors = renamed(directory, found, _plain)
