@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig, Scores
@@ -39,6 +40,7 @@ from jaxspec.model.numerics import (
     KERNELS,
     LANES,
     SUMMED,
+    TPU_LANES,
     TPU_ROWS,
     capped,
     filled,
@@ -210,6 +212,26 @@ def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool, ring
     slots = slots % buffer.shape[-2] if ring else slots
     split = split.at[rows, heads, slots].set(new, mode="drop", unique_indices=True)
     return split.reshape(buffer.shape)
+
+
+def as_read(cache: KVCache) -> KVCache:
+    """Returns a cache that was written without being read, in the layout in which a TPU's products read it.
+
+    There the slots of a head that is narrower than the lanes are on the lanes. XLA would choose another layout for such
+    a write, and then copy the whole cache before each read. A mesh decides by itself.
+    """
+
+    def held(buffer: jax.Array) -> jax.Array:
+        if not cache.merged or buffer.shape[-1] >= TPU_LANES:
+            return buffer
+        same: jax.Array = jax.lax.platform_dependent(
+            buffer,
+            tpu=lambda one: with_layout_constraint(one, Layout((0, 2, 1))),
+            default=lambda one: one,
+        )
+        return same
+
+    return dataclasses.replace(cache, layers=jax.tree.map(held, cache.layers))
 
 
 def check_rows(count: int) -> None:

@@ -18,8 +18,8 @@ from jaxspec.model.quantisation import Outliers, Quantised
 
 # The most rows for which a float32 product on a CPU uses `_few_rows`.
 FEW_ROWS = 32
-# On a TPU a single row is padded to this many rows, see `filled`: the rows of a register. Two rows cost as much.
-TPU_ROWS = 8
+# The rows and lanes of a TPU's register. A single row is padded to this many rows, see `filled`; two cost as much.
+TPU_ROWS, TPU_LANES = 8, 128
 # Where the result of a row must not depend on the others: the rows of one float32 product on a CPU, and the number of
 # output channels from which XLA's float32 kernel adds the products of a row one after the other.
 EXACT_ROWS, LANES = 8, 64

@@ -10,13 +10,12 @@ import numpy as np
 
 from jaxspec.grammar.table import TokenTable
 from jaxspec.grammars import Grammars
+from jaxspec.model.numerics import TPU_LANES
 from jaxspec.model.sharding import put
 
 if TYPE_CHECKING:
     from jaxspec.texts.requests import RowRequest
 
-# Words of a mask are a multiple of the lanes of a TPU.
-_LANES = 128
 # The masks that are unfolded at once, and the most bytes of the masks of a table.
 _CHUNK, _MOST_BYTES = 64, 2**27
 # A table, with the end tokens of its row.
@@ -53,7 +52,7 @@ def packed(table: TokenTable, eos_ids: tuple[int, ...], vocab_size: int) -> Pack
         np.packbits(after >= 0, axis=1), axis=0, return_index=True, return_inverse=True
     )
     kinds, mask = after[first] >= 0, mask.reshape(-1)
-    words = -(-vocab_size // (32 * _LANES)) * _LANES
+    words = -(-vocab_size // (32 * TPU_LANES)) * TPU_LANES  # of whole lanes
     if (size := 4 * words * len(kinds)) > _MOST_BYTES:
         raise ValueError(
             f"the grammar needs {size >> 20} MiB of masks, at most {_MOST_BYTES >> 20} are possible; shorten its "

@@ -106,7 +106,7 @@ def absorb(
         kv.write(written, keys, values, start, cache.merged)
         for written, (keys, values) in zip(cache.layers, found, strict=True)
     ]
-    return dataclasses.replace(cache, layers=layers)
+    return kv.as_read(dataclasses.replace(cache, layers=layers))
 
 
 def pairs(
