@@ -29,7 +29,7 @@ from jaxspec.heads.kangaroo import files as kangaroo
 from jaxspec.heads.kangaroo.network import usual as usual_kangaroo
 from jaxspec.heads.medusa import files as medusa
 from jaxspec.heads.medusa.network import usual as usual_medusa
-from jaxspec.heads.tensors import Entry, Head
+from jaxspec.heads.tensors import Entry, Head, part
 from jaxspec.heads.uno import files as uno
 from jaxspec.heads.uno.network import usual as usual_uno
 from jaxspec.host import plugins
@@ -91,24 +91,24 @@ KINDS: dict[str, Kind] = {
     "dspark": Kind(
         dspark,
         usual_dspark,
-        Writing(dspark.content),
+        Writing(dspark.content, part=part),
         by_token=dspark.BY_TOKEN,
         training="training.heads.dspark",
     ),
-    "dflash": Kind(dflash, usual_dflash, Writing(dflash.content), training="training.heads.dflash"),
+    "dflash": Kind(
+        dflash, usual_dflash, Writing(dflash.content, part=part), training="training.heads.dflash"
+    ),
     "eagle3": Kind(
         eagle,
         usual_eagle3,
-        Writing(eagle.content, eagle.published, eagle.part),
+        Writing(eagle.content, eagle.published, part),
         {
-            "specforge": Writing(eagle.specforge, eagle.published, eagle.part),
-            "speculators": Writing(eagle.speculators, part=eagle.part),
+            "specforge": Writing(eagle.specforge, eagle.published, part),
+            "speculators": Writing(eagle.speculators, part=part),
         },
         training="training.heads.eagle",
     ),
-    "eagle": Kind(
-        eagle, usual_eagle, Writing(eagle.content, part=eagle.part), training="training.heads.eagle"
-    ),
+    "eagle": Kind(eagle, usual_eagle, Writing(eagle.content, part=part), training="training.heads.eagle"),
     "kangaroo": Kind(kangaroo, usual_kangaroo, Writing(kangaroo.content), training="training.heads.kangaroo"),
     "hydra": Kind(
         hydra, usual_hydra, Writing(hydra.content), by_token=hydra.BY_TOKEN, training="training.heads.hydra"

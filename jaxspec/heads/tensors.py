@@ -247,3 +247,18 @@ def draft_ids(
             f"{directory}: d2t changes the order of the tokens; expected zeros: the head has the target's matrix"
         )
     return ids if own else None
+
+
+def part(config: Any, ids: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Returns the tensors that name the tokens of the head's rows, int32[V'] in the order of the rows; None for all.
+
+    Raises:
+      ValueError: the head has another number of rows.
+    """
+    size = config.block.vocab_size
+    rows = size if ids is None else len(ids)
+    if config.head_size not in (None, rows):
+        raise ValueError(f"ids are {rows} tokens, the head has {config.head_size} rows; give one of each row")
+    if ids is None:
+        return {}
+    return {"d2t": ids.astype(np.int64) - np.arange(rows), "t2d": np.isin(np.arange(size), ids)}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jaxspec.acceptance import BlockAcceptor
 from jaxspec.decoding import Parts
 from jaxspec.drafting.tree_drafter import Dynamic
 from jaxspec.heads import files as heads
+from jaxspec.heads.writer import write_head
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Sampling
@@ -70,6 +72,22 @@ def write(directory: Path, files: Files) -> Path:
     (directory / "config.json").write_text(json.dumps(content))
     safetensors.numpy.save_file(tensors, directory / "model.safetensors")
     return directory
+
+
+def check_rewritten(directory: Path, files: Files) -> None:
+    """Checks that a head that is read and written by jaxspec is the same head when it is read again."""
+    once = heads.read_head(write(directory / "read", files), TARGET)
+    given = once.load(np.float32)
+    few = given.get("vocabulary")
+    params = {name: one for name, one in given.items() if name != "vocabulary"}
+    if few is not None:
+        params["head"] = few.head
+    write_head(
+        directory / "written", once.config, params, "abc", None if few is None else np.asarray(few.ids)
+    )
+    again = heads.read_head(directory / "written", TARGET)
+    assert again.config == once.config
+    jax.tree.map(np.testing.assert_array_equal, again.load(np.float32), given)
 
 
 @dataclasses.dataclass

@@ -29,6 +29,7 @@ from tests.heads.files import (
     Files,
     Round,
     check_refused,
+    check_rewritten,
     check_trees,
     furthest,
     layer,
@@ -279,6 +280,8 @@ def test_options_and_names_stand_where_trainers_put_them(tmp_path):
     assert one.config == other.config
     assert (one.config.block_size, one.config.mask_id) == (tiny.K + 2, 6)
     jax.tree.map(np.testing.assert_array_equal, one.load(np.float32), other.load(np.float32))
+    for name, files in {"own": dflash(), "speculators": speculators(), "deepspec": deepspec()}.items():
+        check_rewritten(tmp_path / name, files)
 
 
 BAD = {

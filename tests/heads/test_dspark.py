@@ -27,6 +27,7 @@ from tests.heads.files import (
     Files,
     Round,
     check_refused,
+    check_rewritten,
     check_trees,
     furthest,
     matrix,
@@ -195,6 +196,8 @@ def test_both_layouts_are_the_same_head(tmp_path):
     none = with_tensors(deepspec(enable_confidence_head=False), **dict.fromkeys(CONFIDENCE))
     assert read(tmp_path / "none", none).config.confidence == "none"
     assert read(tmp_path / "some", some()).config.shapes["markov_out"] == (len(SOME), RANK)
+    for layout, files in LAYOUTS.items():
+        check_rewritten(tmp_path / layout, files)
     # The output before the first layer is the embedding.
     assert read(tmp_path / "low", deepspec(target_layer_ids=[-1, 2])).config.aux_layers == (0, 3)
 

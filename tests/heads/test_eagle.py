@@ -42,6 +42,7 @@ from tests.heads.files import (
     WIDTH,
     Files,
     Round,
+    check_rewritten,
     check_trees,
     layer,
     matrix,
@@ -260,8 +261,9 @@ def said(tmp_path_factory):
 
 @pytest.mark.representatives("eagle", "vllm", "deepspec", "peagle")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_drafts_are_those_of_the_slow_reference(said, layout):
+def test_drafts_are_those_of_the_slow_reference(said, layout, tmp_path):
     assert furthest(said(layout), plain(layout), OTHER_LAYERS.get(layout, AUX_LAYERS)) < 2e-5
+    check_rewritten(tmp_path, LAYOUTS[layout]())
 
 
 def read_as(layout: str, tensors: dict[str, np.ndarray] | None = None, **changes: Any) -> Files:

@@ -78,7 +78,7 @@ def read(directory: Path, content: Mapping[str, Any], found: Tensors, target: Ll
             raise ValueError("markov_rank is of heads of DSpark, whose tensors markov_head.* are missing")
         return config_of({**values, "sample_from_anchor": True} if of_deepspec else values, target)
 
-    more = OF_SPECULATORS if of_deepspec or content.get(LAYERS) else ()
+    more = OF_SPECULATORS if of_deepspec or content.get(LAYERS) or content.get("draft_vocab_size") else ()
     return read_as(directory, content, found, target, config, entries, more, {"lm_head.weight"})
 
 
@@ -181,4 +181,5 @@ def content(config: DFlashConfig, dtype_name: str) -> dict[str, Any]:
     ids = [layer - 1 for layer in config.aux_layers if layer != FINAL]
     own = {"mask_token_id": config.mask_id, AUX_LAYER_IDS: ids}
     made = config_json(config.block, dtype_name) | {"architectures": ["DFlashDraftModel"]}
-    return made | {"block_size": config.block_size, "dflash_config": own}
+    made |= {"block_size": config.block_size, "sample_from_anchor": not config.first, "dflash_config": own}
+    return made if config.head_size is None else made | {"draft_vocab_size": config.head_size}

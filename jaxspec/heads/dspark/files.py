@@ -71,5 +71,4 @@ def content(config: DSparkConfig, dtype_name: str) -> dict[str, Any]:
         "markov_rank": config.rank,
         "markov_head_type": "vanilla",
         **dict(zip(_FLAGS, (config.confidence != "none", config.confidence == "both"), strict=True)),
-        "sample_from_anchor": not config.first,
     }

@@ -218,9 +218,11 @@ def content(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
 def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
     """Returns the keys of `config.json` that are not those of a Llama; options that are off are left out."""
     aux_layers = [layer for layer in config.aux_layers if layer != FINAL]
-    options = {name: True for name, norm in _FEATURE_NORMS.items() if norm == config.aux_norm}
+    options: dict[str, Any] = {name: True for name, norm in _FEATURE_NORMS.items() if norm == config.aux_norm}
     flags = {"norm_before_residual": config.residual_is_normed, "norm_output": config.output_is_normed}
     options |= {name: True for name, is_on in flags.items() if is_on}
+    if config.mask_id is not None:
+        options["mask_token_id"] = config.mask_id
     return options | {
         "draft_vocab_size": config.block.vocab_size if config.head_size is None else config.head_size,
         AUX_LAYER_IDS: aux_layers,
@@ -273,18 +275,3 @@ def speculators(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
 def published(config: EagleConfig, name: str) -> str:
     """Returns the name of a tensor in the files of EAGLE-3."""
     return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
-
-
-def part(config: EagleConfig, ids: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Returns the tensors that name the tokens of the head's rows, int32[V'] in the order of the rows; None for all.
-
-    Raises:
-      ValueError: the head has another number of rows.
-    """
-    size = config.block.vocab_size
-    rows = size if ids is None else len(ids)
-    if config.head_size not in (None, rows):
-        raise ValueError(f"ids are {rows} tokens, the head has {config.head_size} rows; give one of each row")
-    if ids is None:
-        return {}
-    return {"d2t": ids.astype(np.int64) - np.arange(rows), "t2d": np.isin(np.arange(size), ids)}
