@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.heads.method import HeadMethod
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, Method
 from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod, grown, size_of
 
@@ -68,6 +69,15 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
         rows = 1 if self.tree is None or self.independent else min(size_of(self.tree)[0], WIDTH)
         return dataclasses.replace(super().cost(target, drafter, params), rows=rows)
 
+    def most(self, head: Any) -> int:
+        """Returns the largest K of a head, whose config this is."""
+        return MAX_DRAFT_TOKENS
+
+    def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
+        """Returns the method with this K, or the head's largest if that is less, unless K is given."""
+        most = self.most(self._head(target, resources).config)
+        return super().limited(min(longest, most), target, resources)
+
     def length_of(self, most: int, reason: str) -> int:
         """Returns K: as given, or the depth of the tree that is, else `most`.
 
@@ -104,6 +114,10 @@ class SeveralHeads(TreeHeadMethod):
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns all heads as one pass: each is read once for a draft, as long as it may be."""
         return dataclasses.replace(super().cost(target, drafter, params), once=True)
+
+    def most(self, head: Any) -> int:
+        """Returns the number of heads."""
+        return int(head.num_heads)
 
     def heads_of(self, num_heads: int) -> int:
         """Returns K, see `length_of`; there is a head for each token."""

@@ -210,7 +210,7 @@ class Auto(DraftingMethod):
 
     def _candidate(self, method: Method, target: LoadedModel, resources: Resources) -> Candidate:
         longest = self.length(_USUAL)
-        method = method.limited(longest)
+        method = method.limited(longest, target, resources)
         drafter, params = method.build(target, resources)
         drafter = drafter.taking_turns()
         cost = method.cost(target, drafter, params)

@@ -201,8 +201,16 @@ class Method:
         """
         return None
 
-    def limited(self, longest: int) -> Method:
-        """Returns the method with drafts of at most `longest` tokens, unless its options set the length."""
+    def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
+        """Returns the method with drafts of at most `longest` tokens, unless its options set the length.
+
+        Args:
+          longest: in tokens.
+          target, resources: as for `build`.
+
+        Raises:
+          ValueError, FileNotFoundError: as `build`.
+        """
         return self
 
     def candidates(self, target: LoadedModel, resources: Resources) -> tuple[Candidate, ...]:
@@ -253,7 +261,7 @@ class DraftingMethod(Method):
         if count is not None and count > MAX_DRAFT_TOKENS:
             raise ValueError(f"num_draft_tokens is {count}; give at most {MAX_DRAFT_TOKENS}")
 
-    def limited(self, longest: int) -> Method:
+    def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
         """Returns the method with K = `longest`, unless K is given."""
         if self.num_draft_tokens is not None:
             return self

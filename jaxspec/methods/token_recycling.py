@@ -44,9 +44,9 @@ class TokenRecycling(TreeMethod):
         usual = "small" if resources.platform == "cpu" else "large"
         return Drafting(self.shape(usual, kept), kept), None
 
-    def limited(self, longest: int) -> Method:
+    def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
         """Returns the method with this K if it drafts a chain; a tree has a depth without an option."""
-        return super().limited(longest) if self.no_tree else self
+        return super().limited(longest, target, resources) if self.no_tree else self
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of a lookup."""

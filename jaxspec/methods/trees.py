@@ -11,6 +11,7 @@ from jaxspec.host.messages import shown
 from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Method, option
 
 if TYPE_CHECKING:
+    from jaxspec.methods.resources import LoadedModel, Resources
     from jaxspec.model.tree import Shape
 
 # (nodes, depth) of the named trees.
@@ -71,9 +72,9 @@ class TreeMethod(DraftingMethod):
             if name in self.given:
                 raise ValueError(f"tree={self.tree!r} and {name} contradict each other; give one of them")
 
-    def limited(self, longest: int) -> Method:
+    def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
         """Returns the method with this K, unless a tree is given, whose depth is K."""
-        return self if self.tree is not None else super().limited(longest)
+        return self if self.tree is not None else super().limited(longest, target, resources)
 
     def shape(self, usual: str, num_ranks: int) -> Shape:
         """Returns the shape of the draft tree.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec import methods
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
+from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads import files as heads
 from jaxspec.heads.dspark.drafter import Confidence, DSpark
 from jaxspec.io.methods import vocabulary_file
+from jaxspec.methods.base import layers_of
 from jaxspec.methods.trees import grown
-from jaxspec.stopping import FixedGamma, ProductBelow
+from jaxspec.stopping import Constant, FixedGamma, ProductBelow
 from jaxspec.testing import reference as slow
 from tests import tiny
 from tests.heads import reference
@@ -231,6 +235,36 @@ def test_what_cannot_be_read_is_refused(tmp_path, message):
 # The method
 
 
+def with_head(directory: Any, files: Files) -> LanguageModel:
+    """Returns a model with a head beside it."""
+    model = LanguageModel(tiny.engine_config(TARGET), MODEL[1], tiny.tokenizer(), directory=directory)
+    write(directory / "heads" / "dspark", ({**files[0], "jaxspec": {"target": model.fingerprint}}, files[1]))
+    return model
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_auto_drafts_as_far_as_the_block_and_ends_by_the_predicted_acceptance(tmp_path, predicts):
+    none = with_tensors(deepspec(enable_confidence_head=False), **dict.fromkeys(CONFIDENCE))
+    model = with_head(tmp_path, deepspec() if predicts else none)
+    for options in ({}, {"among": "dspark"}, {"num_draft_tokens": 2}):
+        made = model.drafter("auto", **options)[0].candidates[0]
+        assert isinstance(made, DSpark)
+        assert made.num_draft_tokens == options.get("num_draft_tokens", tiny.K)
+        assert isinstance(made.rule, ProductBelow if predicts else Constant)
+
+
+def test_a_bias_costs_what_each_token_reads(tmp_path):
+    """The rank changes the cost of a draft by one product of the bias for each token, and no absorbing."""
+    method, costs = methods.DSpark(), []
+    model = with_head(tmp_path, deepspec())
+    made, own = model.drafter(method)
+    for rank in (RANK, 0):
+        few = {**own, **{name: own[name][:, :rank] for name in ("markov_in", "markov_out")}}
+        costs.append(method.cost(model.loaded, made, few))
+    more = tiny.K * layers_of(own["markov_out"], model.loaded)
+    assert costs[0] == dataclasses.replace(costs[1], layers=pytest.approx(costs[1].layers + more))
+
+
 @pytest.mark.full
 def test_a_head_drafts_by_the_name_of_its_method(tmp_path, model):
     content, tensors = deepspec()
@@ -246,6 +280,9 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, model):
     plain = slow.greedy(TARGET, MODEL[1], prompt, 10)
     options = {"max_new_tokens": 10, "ignore_eos": True, "method": "dspark"}
     assert model.generate(prompt, **options, stop_rule="probe").tokens == plain
+    chosen = model.generate(prompt, **(options | {"method": "auto"}), among="dspark")
+    assert chosen.tokens == plain
+    assert chosen.statistics.num_draft_tokens
     ranking = vocabulary_file.Ranking((0, 1), tuple(range(2, 9)), 9)
     vocabulary_file.write_vocabulary(path, model.fingerprint, SIZE, ranking, {})
     assert model.drafter("dspark", draft_vocab=str(path))[1]["markov_out"].shape == (9, RANK)

@@ -42,6 +42,10 @@ class DFlash(TreeHeadMethod):
 
         return Drafting(target.config, head, *self.block(head))
 
+    def most(self, head: Any) -> int:
+        """Returns the number of tokens that the head's block drafts."""
+        return int(head.longest)
+
     def block(self, head: Any, probe: Callable[[], Estimate] | None = None) -> tuple[Any, ...]:
         """Returns the stop rule, K and the tree; raises ValueError if the head's blocks are shorter."""
         reason = f"the head was trained for blocks of {head.block_size} tokens"

@@ -6,10 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.heads.dflash.method import DFlash
-from jaxspec.methods.base import Method
+from jaxspec.methods.base import Method, layers_of
 from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
 
 if TYPE_CHECKING:
+    from jaxspec.costs.rounds import DraftCost
     from jaxspec.heads.dspark.drafter import Confidence
     from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
@@ -31,10 +32,12 @@ class DSpark(DFlash):
     may_pay: ClassVar[bool] = True
     independent: ClassVar[bool] = False
 
-    @classmethod
-    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns the method with drafts that end by the predicted acceptance, if there is a head for the model."""
-        return tuple(cls(stop_rule=("probe",)) for _ in super().offered(target, resources))
+    def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
+        """Returns the method as of DFlash. By default, the predicted acceptance ends a draft if there is one."""
+        config: Any = self._head(target, resources).config
+        chosen = self.tree or self.stop_rule or config.confidence == "none"
+        method = self if chosen else dataclasses.replace(self, stop_rule=("probe",))
+        return super(DSpark, method).limited(longest, target, resources)
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of a head of DSpark."""
@@ -49,6 +52,13 @@ class DSpark(DFlash):
             return Confidence()
 
         return Drafting(target.config, head, *self.block(head, predicted))
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the cost of DFlash's pass, and of the bias of each token, which reads `markov_out`."""
+        block = {name: leaf for name, leaf in params.items() if not name.startswith("markov_")}
+        cost = super().cost(target, drafter, block)
+        further = drafter.num_draft_tokens * layers_of(params["markov_out"], target)
+        return dataclasses.replace(cost, layers=cost.layers + further)
 
     def _params(self, head: LoadedHead, target: LoadedModel, resources: Resources) -> Params:
         """Returns the head's parameters, with the bias of the tokens of its vocabulary only."""
