@@ -107,6 +107,7 @@ def count(lm: LanguageModel, options: Options, on_progress: OnProgress) -> dict[
     """Returns the numbers of valid and invalid texts, and of those that ended by their length, by method."""
     import jsonschema
 
+    validator = jsonschema.Draft202012Validator
     assert lm.tokenizer is not None
     rng, refused = random.Random(0), set()
     real = itertools.cycle(rng.sample(list(REAL.values()), len(REAL)))
@@ -154,9 +155,8 @@ def count(lm: LanguageModel, options: Options, on_progress: OnProgress) -> dict[
                         continue
                     kind = "length" if result.finish_reason == "length" else "valid"
                     if kind == "valid":
-                        checker = jsonschema.FormatChecker()
                         try:
-                            jsonschema.Draft202012Validator(schema, format_checker=checker).validate(
+                            validator(schema, format_checker=validator.FORMAT_CHECKER).validate(
                                 json.loads(str(result))
                             )
                         except (ValueError, jsonschema.ValidationError) as error:

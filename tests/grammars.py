@@ -59,12 +59,18 @@ def masked(one: TokenTable | None, logits: np.ndarray, text: Sequence[int], eos:
 
 
 def greedy_text(
-    one: TokenTable | None, prompt: Sequence[int], config, budget: int, eos: Collection[int] = EOS
+    one: TokenTable | None,
+    prompt: Sequence[int],
+    config,
+    budget: int,
+    eos: Collection[int] = EOS,
+    weights=None,
 ) -> list[int]:
     """Returns the text of plain greedy decoding under a grammar, from the slow decoder."""
+    weights = params(config) if weights is None else weights
     text: list[int] = []
     while len(text) < budget and not (text and text[-1] in eos):
-        logits = reference.forward(config, params(config), [*prompt, *text], rope_length=len(prompt))[-1]
+        logits = reference.forward(config, weights, [*prompt, *text], rope_length=len(prompt))[-1]
         logits = masked(one, logits, text, eos)
         if logits is None:
             break

@@ -19,8 +19,10 @@ _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x1000
 ESCAPES = {ord(raw): f"\\{short}".encode() for raw, short in zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True)}
 
 Ranges = Sequence[tuple[int, int]]
-# A function from the node where a text ends to the node where it begins. None: no text is possible.
-Build = Callable[[int | None], int | None]
+# A node of `Nodes`; None where no text is possible.
+Node = int | None
+# A function from the node where a text ends to the node where it begins.
+Build = Callable[[Node], Node]
 
 
 class GrammarError(ValueError):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,9 @@ from jaxspec.grammar.table import TokenTable, token_table
 from jaxspec.io.gguf.ends import END_TEXTS
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 
-# The depth of `Grammar.json_object`, and the most characters of a grammar.
+# The depth of `Grammar.json_object`, and the most characters of a grammar and of the marker before it.
 OBJECT_DEPTH = 5
-MAX_SIZE = 2**18
+MAX_SIZE, MAX_MARKER = 2**18, 2**8
 # The text between the marker and the document is one of these, or empty.
 _AFTER_MARKER = (b"\n\n", b"\n", b" ")
 
@@ -45,8 +46,10 @@ class Grammar:
     after: str | None = None
 
     def __post_init__(self) -> None:
-        if self.after == "":
-            raise GrammarError("`after` is empty; give a text such as </think>, or None")
+        if self.after is not None and not (isinstance(self.after, str) and 0 < len(self.after) <= MAX_MARKER):
+            raise GrammarError(
+                f"`after` is {self.after!r:.60}; give a text of 1 to {MAX_MARKER} characters such as </think>, or None"
+            )
         if (size := sum(map(len, self.source))) > MAX_SIZE:
             raise GrammarError(f"the grammar has {size} characters; at most {MAX_SIZE} are possible")
 
@@ -64,11 +67,10 @@ class Grammar:
                 f"the JSON schema is a {type(schema).__name__}; give a mapping, JSON text or a pydantic class"
             )
         try:
-            if not isinstance(schema, str):
-                schema = json.dumps(schema, ensure_ascii=False)
-            return cls("json_schema", schema, after)
-        except (TypeError, RecursionError) as error:
+            text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
             raise GrammarError(f"the JSON schema cannot be written as JSON: {error}") from None
+        return cls("json_schema", text, after)
 
     @classmethod
     def json_object(cls, after: str | None = None) -> Grammar:
@@ -142,6 +144,7 @@ class _Vocabulary:
 def _compiled(spec: Grammar, vocabulary: _Vocabulary, vocab_size: int) -> TokenTable:
     try:
         following, final = _automaton(spec)
+        marker = (spec.after or "").encode()
     except RecursionError:
         raise GrammarError("the grammar is nested too deeply") from None
     except UnicodeEncodeError as error:
@@ -149,7 +152,6 @@ def _compiled(spec: Grammar, vocabulary: _Vocabulary, vocab_size: int) -> TokenT
     tokens = (vocabulary.tokens + [None] * vocab_size)[:vocab_size]
     fixed: dict[int, np.ndarray] = {}
     if spec.after is not None:
-        marker = spec.after.encode()
         following = np.concatenate([_search(marker), np.where(following < 0, -1, following + len(marker))])
         final = np.concatenate([np.zeros(len(marker), bool), final])
         # Before the text added tokens are allowed too; one of them may be the marker.
@@ -172,7 +174,7 @@ def _automaton(spec: Grammar) -> tuple[np.ndarray, np.ndarray]:
         start = JsonSchema({"type": "object"}, nodes, OBJECT_DEPTH - 1).document(end)
     elif spec.kind == "json_schema":
         try:
-            schema = json.loads(str(spec.source))
+            schema = json.loads(str(spec.source), parse_float=_finite, parse_constant=_finite)
         except ValueError as error:
             raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
         start = JsonSchema(schema, nodes).document(end)
@@ -183,6 +185,12 @@ def _automaton(spec: Grammar) -> tuple[np.ndarray, np.ndarray]:
     if start is None:
         raise GrammarError("no text matches the grammar")
     return deterministic(nodes, start, end)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text} is not finite")
+    return number
 
 
 def _search(marker: bytes) -> np.ndarray:

@@ -16,34 +16,31 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
-from jaxspec.grammar.automaton import UNICODE, Build, GrammarError, Nodes, both, intersect
-from jaxspec.grammar.numbers import between
+from jaxspec.grammar.automaton import UNICODE, Build, GrammarError, Node, Nodes, both, intersect
+from jaxspec.grammar.numbers import Bound, between
 from jaxspec.grammar.regex import Regex
 
+# A schema without references and constants, and the number of copies of each reference around it.
+Schema = dict[str, Any]
+Refs = Mapping[str, int]
 ANY_DEPTH, REF_DEPTH = 3, 4
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 # The keywords that imply a type if the schema has none.
 _IMPLIED = {
-    "object": {
-        "properties",
-        "required",
-        "additionalProperties",
-        "minProperties",
-        "maxProperties",
-        "propertyNames",
-    },
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"pattern", "minLength", "maxLength", "format"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "object": "properties required additionalProperties minProperties maxProperties propertyNames",
+    "array": "items prefixItems minItems maxItems",
+    "string": "pattern minLength maxLength format",
+    "number": "minimum maximum exclusiveMinimum exclusiveMaximum",
 }
+_SHAPING = " ".join(_IMPLIED.values()).split()
 _CANNOT = (
     *("not", "if", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies", "contains"),
-    *("$dynamicRef", "$recursiveRef", "extends", "disallow"),
+    *("uniqueItems", "$dynamicRef", "$recursiveRef", "extends", "disallow"),
 )
 _INTEGER, _NUMBER = r"-?(0|[1-9][0-9]*)", r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?"
 _DAY = (
@@ -64,8 +61,24 @@ FORMATS = {
     "uri": r"(https?|ftp)://[A-Za-z0-9]+([.-][A-Za-z0-9]+)*(:[0-9]{1,5})?(/[A-Za-z0-9._~!$&'()*+,;=:@-]*)*"
     r"(\?[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?(#[A-Za-z0-9._~!$&'()*+,;=:@/?-]*)?",
     "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+    "ipv6": "([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}",
 }
 
+# The forms of the values of keywords.
+_FORMS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("an object", "properties", lambda given: isinstance(given, dict)),
+    ("a list", "enum allOf prefixItems", lambda given: isinstance(given, list)),
+    ("a list of schemas", "anyOf oneOf", lambda given: given and isinstance(given, list)),
+    ("a list of strings", "required", lambda given: isinstance(given, list) and _are_texts(given)),
+    ("a string", "$ref format pattern", lambda given: _are_texts(_patterns(given))),
+    ("a number", f"{_IMPLIED['number']} multipleOf", lambda given: _is_number(given)),
+    (
+        "a whole number",
+        "minLength maxLength minItems maxItems minProperties maxProperties",
+        lambda given: _is_number(given) and given >= 0 and given == int(given),
+    ),
+    (f"one of {', '.join(_TYPES)}, or a list of them", "type", lambda given: _are_types(_listed(given))),
+)
 _ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 
 
@@ -81,7 +94,7 @@ class JsonSchema:
     def __init__(self, schema: Any, nodes: Nodes, any_depth: int = ANY_DEPTH) -> None:
         self._root, self._nodes, self._any_depth = schema, nodes, any_depth
 
-    def document(self, end: int) -> int | None:
+    def document(self, end: int) -> Node:
         """Returns the node that reads a text, perhaps after a space.
 
         Raises:
@@ -90,9 +103,7 @@ class JsonSchema:
         start = self._value(self._root, "$", 0, end, {})
         return self._nodes.either(start, self._nodes.literal(b" ", start))
 
-    def _value(
-        self, schema: Any, path: str, level: int, end: int | None, refs: Mapping[str, int]
-    ) -> int | None:
+    def _value(self, schema: Any, path: str, level: int, end: Node, refs: Refs) -> Node:
         self._nodes.spend(32)
         if schema is False or end is None:
             return None
@@ -108,7 +119,6 @@ class JsonSchema:
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 options, rest = schema[name], _without(schema, name)
-                _expect(isinstance(options, list) and options, f"{path}.{name}", "a list of schemas", options)
                 if name == "oneOf":
                     self._check_disjoint([merged(rest, one, path) for one in options], path)
                 return self._nodes.either(
@@ -119,48 +129,43 @@ class JsonSchema:
                 )
         if "allOf" in schema:
             parts, schema = schema["allOf"], _without(schema, "allOf")
-            _expect(isinstance(parts, list), f"{path}.allOf", "a list of schemas", parts)
             for part in parts:
                 schema = merged(schema, part, path)
             return self._value(schema, path, level, end, refs)
         if "enum" in schema:
             return self._constants(schema, path, level, end, refs)
-        types = self._types(schema, path)
-        if not schema.keys() & set().union(*_IMPLIED.values(), {"type"}):  # any value
+        types = self._types(schema)
+        if not schema.keys() & {*_SHAPING, "type"}:  # any value
             if refs.get("", 0) >= self._any_depth:
                 types = [name for name in types if name not in ("object", "array")]
             refs = {**refs, "": refs.get("", 0) + 1}
         return self._nodes.either(*(self._of_type(name, schema, path, level, end, refs) for name in types))
 
-    def _check(self, schema: dict[str, Any], path: str) -> None:
+    def _check(self, schema: Schema, path: str) -> None:
+        if schema.get("maxItems", 2) < 2:
+            schema = _without(schema, "uniqueItems")
         for name in _CANNOT:
             # Without entries, others forbid nothing.
-            if name in schema and (name in ("not", "if", "contains") or schema[name] not in ({}, [])):
+            if name in schema and (name in ("not", "if", "contains") or schema[name] not in ({}, [], False)):
                 raise GrammarError(
                     f"JSON schema: {path}.{name} cannot be expressed as a finite table; write the schema without "
                     f"`{name}`"
                 )
-        if schema.get("uniqueItems") and schema.get("maxItems", 2) > 1:
-            raise GrammarError(
-                f"JSON schema: {path}.uniqueItems cannot be expressed as a finite table; write the schema without "
-                "`uniqueItems`"
-            )
         if schema.get("multipleOf", 1) != 1:
             raise GrammarError(
                 f"JSON schema: {path}.multipleOf is {_shown(schema['multipleOf'])}; only 1 can be expressed as a "
                 "finite table"
             )
 
-    def _target(self, name: Any, path: str) -> Any:
+    def _target(self, name: str, path: str) -> Any:
         """Returns the schema of a reference."""
-        _expect(isinstance(name, str), f"{path}.$ref", "a string", name)
         found = self._root
-        if not name.startswith("#"):
+        if name != "#" and not name.startswith("#/"):
             raise GrammarError(
                 f"JSON schema: {path}.$ref is {_shown(name)}; only references inside the schema, such as "
                 "#/$defs/name, are possible"
             )
-        for part in name[1:].split("/")[1:]:
+        for part in unquote(name).split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             try:
                 found = found[int(part) if isinstance(found, list) else part]
@@ -170,35 +175,30 @@ class JsonSchema:
                 ) from None
         return found
 
-    def _types(self, schema: dict[str, Any], path: str) -> list[str]:
+    def _types(self, schema: Schema) -> list[str]:
         given = schema.get("type")
         if given is None:
-            implied = [name for name, words in _IMPLIED.items() if words & schema.keys()]
+            implied = [name for name, words in _IMPLIED.items() if schema.keys() & words.split()]
             given = implied or [name for name in _TYPES if name != "integer"]
         names = _listed(given)
-        expected = f"one of {', '.join(_TYPES)}, or a list of them"
-        _expect(all(name in _TYPES for name in names), f"{path}.type", expected, given)
         return [name for name in names if name != "integer" or "number" not in names]
 
-    def _constants(
-        self, schema: dict[str, Any], path: str, level: int, end: int | None, refs: Any
-    ) -> int | None:
+    def _constants(self, schema: Schema, path: str, level: int, end: Node, refs: Refs) -> Node:
         """The texts of `enum`, of those that the rest of the schema allows."""
         values = schema["enum"]
-        _expect(isinstance(values, list), f"{path}.enum", "a list", values)
         if "type" in schema:
-            allowed = set(self._types(schema, path))
+            allowed = set(self._types(schema))
             values = [one for one in values if allowed & set(_types_of(one))]
-        rest = {key: value for key, value in schema.items() if key in set().union(*_IMPLIED.values())}
+        rest = {key: value for key, value in schema.items() if key in _SHAPING}
 
-        def texts(to: int | None) -> int | None:
+        def texts(to: Node) -> Node:
             return self._nodes.either(*(self._constant(one, level, to) for one in values))
 
         if not rest:
             return texts(end)
         return both(self._nodes, [texts, lambda to: self._value(rest, path, level, to, refs)], end)
 
-    def _constant(self, value: Any, level: int, end: int | None) -> int | None:
+    def _constant(self, value: Any, level: int, end: Node) -> Node:
         if not isinstance(value, (dict, list)) or not value:
             return self._nodes.literal(_text(value), end)
         pairs = list(value.items()) if isinstance(value, dict) else [(None, one) for one in value]
@@ -211,15 +211,7 @@ class JsonSchema:
             end = self._separated(at > 0, brackets[:1], level, end)
         return end
 
-    def _of_type(
-        self,
-        name: str,
-        schema: dict[str, Any],
-        path: str,
-        level: int,
-        end: int | None,
-        refs: Mapping[str, int],
-    ) -> int | None:
+    def _of_type(self, name: str, schema: Schema, path: str, level: int, end: Node, refs: Refs) -> Node:
         if name == "object":
             return self._object(schema, path, level, end, refs)
         if name == "array":
@@ -233,36 +225,31 @@ class JsonSchema:
         return self._number(schema, path, name == "integer", end)
 
     # Between the parts.
-    def _break(self, level: int, end: int | None) -> int | None:
+    def _break(self, level: int, end: Node) -> Node:
         return self._nodes.either(end, self._nodes.literal(b"\n" + b"  " * level, end))
 
-    def _close(self, bracket: bytes, level: int, end: int | None) -> int | None:
+    def _close(self, bracket: bytes, level: int, end: Node) -> Node:
         return self._break(level, self._nodes.literal(bracket, end))
 
-    def _colon(self, end: int | None) -> int | None:
+    def _colon(self, end: Node) -> Node:
         return self._nodes.literal(b":", self._nodes.either(end, self._nodes.literal(b" ", end)))
 
-    def _separated(self, later: bool, bracket: bytes, level: int, end: int | None) -> int | None:
+    def _separated(self, later: bool, bracket: bytes, level: int, end: Node) -> Node:
         """Returns the node before a member: it reads a comma, or the bracket before the first member."""
         start = self._break(level + 1, end)
         if not later:
             return self._nodes.literal(bracket, start)
         return self._nodes.literal(b",", self._nodes.either(start, self._nodes.literal(b" ", end)))
 
-    def _object(
-        self, schema: dict[str, Any], path: str, level: int, end: int | None, refs: Mapping[str, int]
-    ) -> int | None:
+    def _object(self, schema: Schema, path: str, level: int, end: Node, refs: Refs) -> Node:
         nodes = self._nodes
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        _expect(isinstance(properties, dict), f"{path}.properties", "an object", properties)
-        _expect(isinstance(required, list), f"{path}.required", "a list", required)
         # Without properties others are expected, and with them only if the schema mentions them.
-        closed = schema.get("unevaluatedProperties") is False
-        others = schema.get("additionalProperties", not (properties or closed))
-        needed = schema.get("additionalProperties", not closed)
+        given = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+        others, needed = (not properties, True) if given is None else (given, given)
         properties = {**properties, **{name: needed for name in required if name not in properties}}
-        low = _whole(schema, "minProperties", path) or 0
-        high = _whole(schema, "maxProperties", path)
+        low = _whole(schema, "minProperties") or 0
+        high = _whole(schema, "maxProperties")
         if others is not False and low > len(required) + 1:
             raise GrammarError(
                 f"JSON schema: {path}.minProperties is {low}, but names of additional properties may repeat; name them "
@@ -279,9 +266,12 @@ class JsonSchema:
         if others is not False:
             rests = self._others(schema, others, properties, rests, (path, level, refs))
         for name, given in reversed(properties.items()):
-            values: dict[int | None, int | None] = {
-                to: nodes.literal(
-                    _text(name), self._colon(self._value(given, f"{path}.{name}", level + 1, to, refs))
+            values: dict[Node, Node] = {
+                to: self._name(
+                    functools.partial(nodes.literal, _text(name)),
+                    schema,
+                    path,
+                    self._colon(self._value(given, f"{path}.{name}", level + 1, to, refs)),
                 )
                 for to in set(rests[1:])
                 if to is not None
@@ -299,27 +289,22 @@ class JsonSchema:
 
     def _others(
         self,
-        schema: dict[str, Any],
+        schema: Schema,
         others: Any,
         names: Iterable[str],
-        rests: list[int | None],
-        place: tuple[str, int, Mapping[str, int]],
-    ) -> list[int | None]:
+        rests: list[Node],
+        place: tuple[str, int, Refs],
+    ) -> list[Node]:
         """The rests of an object, by the number of members before, with additional properties."""
         nodes, (path, level, refs) = self._nodes, place
-        shape = schema.get("propertyNames", True)
 
         @functools.cache  # loops of equal members would not be equal nodes
-        def member(to: int | None) -> int | None:
+        def member(to: Node) -> Node:
             start = self._colon(self._value(others, f"{path}.additionalProperties", level + 1, to, refs))
-            keys: list[Build] = [lambda to: self._other_names(list(names), to)]
-            if shape is not True:
-                where, texts = f"{path}.propertyNames", merged(shape, {"type": "string"}, path)
-                keys.append(lambda to: self._value(texts, where, level, to, refs))
-            return both(nodes, keys, start)
+            return self._name(lambda to: self._other_names(list(names), to), schema, path, start)
 
         last = len(rests) - 1
-        found: list[int | None] = list(rests)
+        found: list[Node] = list(rests)
         if rests[last] is not None:  # any number
             loop = nodes.fresh()
             found[last] = nodes.close(loop, rests[last], self._separated(True, b"", level, member(loop)))
@@ -328,14 +313,22 @@ class JsonSchema:
             found[count] = nodes.either(rests[count], more)
         return found
 
-    def _other_names(self, names: list[str], end: int | None) -> int | None:
+    def _name(self, build: Build, schema: Schema, path: str, end: Node) -> Node:
+        """Returns the node that reads a quoted name of `build`, if `propertyNames` allows it."""
+        builds = [build]
+        if "propertyNames" in schema:
+            texts = merged(schema["propertyNames"], {"type": "string"}, path)
+            builds.append(lambda to: self._value(texts, f"{path}.propertyNames", 0, to, {}))
+        return both(self._nodes, builds, end)
+
+    def _other_names(self, names: list[str], end: Node) -> Node:
         """Returns the node that reads a quoted name that is none of the given ones and has no escapes."""
         nodes = self._nodes
         plain = [(0x20, 0x21), (0x23, 0x5B), (0x5D, UNICODE)]
         quote = nodes.literal(b'"', end)
         free = nodes.repeat(lambda to: nodes.chars(plain, to), 0, None, quote)
 
-        def after(texts: list[str]) -> int | None:
+        def after(texts: list[str]) -> Node:
             heads = sorted({ord(text[0]) for text in texts if text})
             edges = [
                 nodes.chars([(code, code)], after([text[1:] for text in texts if text[:1] == chr(code)]))
@@ -350,16 +343,13 @@ class JsonSchema:
 
         return nodes.literal(b'"', after(names))
 
-    def _array(
-        self, schema: dict[str, Any], path: str, level: int, end: int | None, refs: Mapping[str, int]
-    ) -> int | None:
+    def _array(self, schema: Schema, path: str, level: int, end: Node, refs: Refs) -> Node:
         nodes = self._nodes
-        items, first = schema.get("items"), schema.get("prefixItems", [])
+        items, first = schema.get("items", schema.get("unevaluatedItems")), schema.get("prefixItems", [])
         if isinstance(items, list):  # of older drafts
             items, first = schema.get("additionalItems"), items
-        _expect(isinstance(first, list), f"{path}.prefixItems", "a list", first)
-        low = _whole(schema, "minItems", path) or 0
-        high = _whole(schema, "maxItems", path)
+        low = _whole(schema, "minItems") or 0
+        high = _whole(schema, "maxItems")
         if items is None:
             items = not first or low > len(first)
         if items is False:
@@ -367,10 +357,10 @@ class JsonSchema:
         close, empty = self._close(b"]", level, end), nodes.literal(b"[]", end)
 
         @functools.cache  # loops of equal items would not be equal nodes
-        def item(to: int | None) -> int | None:
+        def item(to: Node) -> Node:
             return self._value(items, f"{path}.items", level + 1, to, refs)
 
-        def member(at: int, to: int | None) -> int | None:
+        def member(at: int, to: Node) -> Node:
             known = at < len(first)
             start = self._value(first[at], f"{path}[{at}]", level + 1, to, refs) if known else item(to)
             return self._separated(at > 0, b"[", level, start)
@@ -386,53 +376,42 @@ class JsonSchema:
             rest = nodes.either(member(at, rest), finish if at >= low else None)
         return rest if low <= count else None
 
-    def _string(self, schema: dict[str, Any], path: str, end: int | None) -> int | None:
+    def _string(self, schema: Schema, path: str, end: Node) -> Node:
         nodes = self._nodes
-        patterns = schema.get("pattern", [])
-        builds: list[Build] = []
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            builds.append(self._regex(pattern, path, "pattern").search)
+        builds: list[Build] = [
+            self._regex(pattern, path, "pattern").search for pattern in _patterns(schema.get("pattern", ()))
+        ]
         if (name := schema.get("format")) in FORMATS:
             builds.append(self._regex(FORMATS[name], path, "format").whole)
-        low = _whole(schema, "minLength", path) or 0
-        high = _whole(schema, "maxLength", path)
+        low = _whole(schema, "minLength") or 0
+        high = _whole(schema, "maxLength")
+        if high is not None and high < low:
+            return None
         if low or high is not None or not builds:
-            anything = [(0, UNICODE)]
-            builds.append(
-                lambda to: (
-                    nodes.repeat(lambda to: nodes.chars(anything, to, quoted=True), low, high, to)
-                    if high is None or high >= low
-                    else None
-                )
-            )
+            char = functools.partial(nodes.chars, [(0, UNICODE)], quoted=True)
+            builds.append(lambda to: nodes.repeat(char, low, high, to))
         return nodes.literal(b'"', both(nodes, builds, nodes.literal(b'"', end)))
 
-    def _regex(self, pattern: Any, path: str, name: str) -> Regex:
-        _expect(isinstance(pattern, str), f"{path}.{name}", "a string", pattern)
+    def _regex(self, pattern: str, path: str, name: str) -> Regex:
         try:
             return Regex(pattern, self._nodes, quoted=True)
         except GrammarError as error:
             raise GrammarError(f"JSON schema: {path}.{name}: {error}") from None
 
-    def _number(self, schema: dict[str, Any], path: str, whole: bool, end: int | None) -> int | None:
-        bounds: list[tuple[Decimal, bool] | None] = []
-        for inclusive, exclusive, sign in (
-            ("minimum", "exclusiveMinimum", 1),
-            ("maximum", "exclusiveMaximum", -1),
-        ):
-            given = [
-                (sign * Decimal(repr(schema[name])), name == exclusive)
-                for name in (inclusive, exclusive)
-                if schema.get(name) is not None
-                and _expect(_is_number(schema[name]), f"{path}.{name}", "a finite number", schema[name])
-            ]
-            bound = max(given, default=None)
-            bounds.append(None if bound is None else (sign * bound[0], bound[1]))
-        if bounds == [None, None]:
-            return Regex(_INTEGER if whole or schema.get("multipleOf") == 1 else _NUMBER, self._nodes).whole(
-                end
+    def _number(self, schema: Schema, path: str, whole: bool, end: Node) -> Node:
+        bounds: list[Bound | None] = []
+        for side, sign in (("minimum", 1), ("maximum", -1)):
+            names = side, f"exclusive{side.title()}"
+            bound = max(
+                ((sign * schema[name], name != side) for name in names if name in schema), default=None
             )
-        return between(self._nodes, bounds[0], bounds[1], whole or schema.get("multipleOf") == 1, end)
+            # No sign of a zero, which is another number for `between`.
+            bounds.append(None if bound is None else (Decimal(repr(sign * bound[0] or 0)), bound[1]))
+        whole |= schema.get("multipleOf") == 1
+        if bounds == [None, None]:
+            return Regex(_INTEGER if whole else _NUMBER, self._nodes).whole(end)
+        low, high = bounds
+        return between(self._nodes, low, high, whole, end)
 
     def _check_disjoint(self, options: list[Any], path: str) -> None:
         for at, one in enumerate(options):
@@ -449,7 +428,7 @@ class JsonSchema:
         one, other = (self._resolved(schema, depth) for schema in (one, other))
         if one is False or other is False:
             return True
-        values = [{_text(value) for value in schema["enum"]} for schema in (one, other) if "enum" in schema]
+        values = [{_frozen(value) for value in schema["enum"]} for schema in (one, other) if "enum" in schema]
         if len(values) == 2 and not values[0] & values[1]:
             return True
         # A schema without a type matches values of all types, of which it writes only some.
@@ -482,11 +461,11 @@ class JsonSchema:
             )
         return schema if schema is False else _enumerated(schema, "$")
 
-    def _kinds(self, schema: dict[str, Any], matched: bool) -> set[str]:
+    def _kinds(self, schema: Schema, matched: bool) -> set[str]:
         """The types of the values that a schema matches, or writes; those of integers are numbers."""
         if "enum" in schema:
             return {_types_of(value)[-1] for value in schema["enum"]}
-        names = _TYPES if matched and "type" not in schema else self._types(schema, "$")
+        names = _TYPES if matched and "type" not in schema else self._types(schema)
         return {"number" if name == "integer" else name for name in names}
 
 
@@ -499,6 +478,10 @@ def merged(one: Any, other: Any, path: str) -> Any:
     if one is False or other is False:
         return False
     one, other = (_enumerated(schema, path) for schema in (one, other))
+    if not other.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:  # it does not see what others evaluate
+        for name, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if name in other:
+                other.setdefault(plain, other.pop(name))
     result = dict(one)
     for key, value in other.items():
         if key not in one or one[key] == value or key in _ANNOTATIONS:
@@ -522,15 +505,24 @@ def merged(one: Any, other: Any, path: str) -> Any:
     return result
 
 
-def _enumerated(schema: Any, path: str) -> dict[str, Any]:
+def _enumerated(schema: Any, path: str) -> Schema:
+    """Returns a schema with `enum` in place of `const`, and without keywords that are null.
+
+    Raises:
+      GrammarError: the value of a keyword has a wrong form.
+    """
     if schema is True:
         return {}
     _expect(isinstance(schema, dict), path, "an object or a boolean", schema)
-    if "const" not in schema:
-        return dict(schema)
-    constant = [schema["const"]]
-    values = _shared(schema["enum"], constant) if "enum" in schema else constant
-    return {**_without(schema, "const"), "enum": values}
+    result: Schema = {name: given for name, given in schema.items() if given is not None or name == "const"}
+    for expected, names, is_one in _FORMS:
+        for name in result.keys() & names.split():
+            _expect(is_one(result[name]), f"{path}.{name}", expected, result[name])
+    if "const" not in result:
+        return result
+    constant = [result["const"]]
+    values = _shared(result["enum"], constant) if "enum" in result else constant
+    return {**_without(result, "const"), "enum": values}
 
 
 def _all_of(one: Any, other: Any) -> Any:
@@ -541,8 +533,15 @@ def _all_of(one: Any, other: Any) -> Any:
 
 
 def _shared(one: list[Any], other: list[Any]) -> list[Any]:
-    texts = {_text(value) for value in other}
-    return [value for value in one if _text(value) in texts]
+    known = {_frozen(value) for value in other}
+    return [value for value in one if _frozen(value) in known]
+
+
+def _frozen(value: Any) -> Any:
+    """Returns what equal values share: 1 and 1.0 are equal, and so are objects in another order."""
+    if isinstance(value, dict):
+        return frozenset((name, _frozen(one)) for name, one in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, list) else (isinstance(value, bool), value)
 
 
 def _listed(given: Any) -> list[Any]:
@@ -564,12 +563,12 @@ _MERGE: dict[str, Callable[[Any, Any], Any]] = {
     "type": _shared_types,
     "enum": _shared,
     "required": lambda one, other: [*one, *(name for name in other if name not in one)],
-    "pattern": lambda one, other: [*_listed(one), *_listed(other)],
+    "pattern": lambda one, other: (*_patterns(one), *_patterns(other)),
     "allOf": lambda one, other: [*one, *other],
 }
 
 
-def _without(schema: dict[str, Any], name: str) -> dict[str, Any]:
+def _without(schema: Schema, name: str) -> Schema:
     return {key: value for key, value in schema.items() if key != name}
 
 
@@ -589,17 +588,24 @@ def _text(value: Any) -> bytes:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _whole(schema: dict[str, Any], name: str, path: str) -> int | None:
-    value = schema.get(name)
-    if value is None:
-        return None
-    _expect(
-        _is_number(value) and value >= 0 and value == int(value), f"{path}.{name}", "a whole number", value
-    )
-    return int(value)
+def _are_texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _are_types(values: Sequence[Any]) -> bool:
+    return all(value in _TYPES for value in values)
+
+
+def _patterns(given: Any) -> tuple[Any, ...]:
+    """Those that were merged are a tuple, which JSON does not have."""
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _whole(schema: Schema, name: str) -> int | None:
+    return int(schema[name]) if name in schema else None
 
 
 def _types_of(value: Any) -> list[str]:

@@ -31,8 +31,9 @@ def between(nodes: Nodes, low: Bound | None, high: Bound | None, whole: bool, en
         least = (zero, False) if low is None or low[0] < 0 else low
         start = _magnitudes(nodes, least, high, whole, end)
     if low is None or low[0] < 0:
-        least = (zero, True) if high is None or high[0] >= 0 else (-high[0], high[1])
-        minus = nodes.literal(b"-", _magnitudes(nodes, least, low and (-low[0], low[1]), whole, end))
+        least = (zero, True) if high is None or high[0] >= 0 else (high[0].copy_negate(), high[1])
+        most = low and (low[0].copy_negate(), low[1])  # arithmetic would round it
+        minus = nodes.literal(b"-", _magnitudes(nodes, least, most, whole, end))
     return nodes.either(start, minus)
 
 

@@ -13,6 +13,11 @@ _CLASSES: dict[str, Ranges] = {
     "CATEGORY_SPACE": [(0x09, 0x0D), (0x20, 0x20)],
     "CATEGORY_WORD": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
 }
+# Other white space, which is in neither `\s` nor `\S`, because JavaScript and Python count it as space.
+_SPACES: Ranges = [
+    *((0x1C, 0x1F), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
+    *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+]
 _ANYTHING: Ranges = [(0, UNICODE)]
 _BEGINS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 
@@ -34,7 +39,7 @@ class Regex:
         try:
             # JavaScript's named groups.
             self._tree = _parser.parse(re.sub(r"\(\?<(?![=!])", "(?P<", pattern), re.ASCII)
-        except (re.error, OverflowError) as error:
+        except (re.error, ValueError, OverflowError) as error:
             raise GrammarError(f"the regular expression {self._shown} is wrong: {error}") from None
 
     @property
@@ -100,18 +105,19 @@ class Regex:
     def _ranges(self, name: str, value: Any, flags: int) -> Ranges:
         if name == "ANY":
             return _ANYTHING if flags & re.DOTALL else _without([(10, 10)])
-        if name == "LITERAL" or name == "NOT_LITERAL":
-            found = [(value, value)]
-        else:
-            found = []
+        found, negated = [(value, value)], name == "NOT_LITERAL"
+        if name == "IN":
+            found, negated = [], str(value[0][0]) == "NEGATE"
             for kind, given in ((str(one[0]), one[1]) for one in value):
                 if kind == "LITERAL":
                     found.append((given, given))
                 elif kind == "RANGE":
                     found.append(given)
                 elif kind == "CATEGORY":
-                    ranges = _CLASSES[str(given).replace("NOT_", "")]
-                    found += _without(ranges) if "NOT_" in str(given) else ranges
+                    ranges, others = _CLASSES[str(given).replace("NOT_", "")], "NOT_" in str(given)
+                    if "SPACE" in str(given) and others != negated:
+                        ranges = [*ranges, *_SPACES]
+                    found += _without(ranges) if others else ranges
         if flags & re.IGNORECASE:
             shifts = ((0x41, 0x5A, 32), (0x61, 0x7A, -32))
             found += [
@@ -120,7 +126,6 @@ class Regex:
                 for a, b, by in shifts
                 if max(low, a) <= min(high, b)
             ]
-        negated = name == "NOT_LITERAL" or (name == "IN" and str(value[0][0]) == "NEGATE")
         return _without(found) if negated else found
 
 

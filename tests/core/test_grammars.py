@@ -13,6 +13,7 @@ import pytest
 from jaxspec.grammar.certain import certain_tokens
 from jaxspec.grammar.table import TokenTable
 from jaxspec.grammars import Grammars
+from jaxspec.model.config import LlamaConfig
 from jaxspec.model.tree import Shape
 from jaxspec.penalties import Penalties
 from jaxspec.protocol import Proposal
@@ -39,11 +40,17 @@ def grammar(tables: Sequence[TokenTable | None], eos: Sequence[int] = EOS, vocab
 
 
 def constrained(
-    loop: tiny.Loop, tables: Sequence[TokenTable | None], eos: Sequence[int] | None = None, **rest
+    loop: tiny.Loop,
+    tables: Sequence[TokenTable | None],
+    eos: Sequence[int] | None = None,
+    begin: Sequence[int] | None = None,
+    **rest,
 ) -> tiny.Loop:
+    """Restricts rows; `begin` has the lengths of their prompts, which matter to penalties."""
     size = loop.config.vocab_size
     eos = (EOS if size > 4 else (2,)) if eos is None else eos
-    settings = Penalties(jnp.ones(len(tables), jnp.int32), grammar=grammar(tables, eos, size), **rest)
+    begun = jnp.array([1] * len(tables) if begin is None else begin)
+    settings = Penalties(begun, grammar=grammar(tables, eos, size), **rest)
     return dataclasses.replace(loop, parts=dataclasses.replace(loop.parts, penalties=settings))
 
 
@@ -75,6 +82,46 @@ def test_greedy_text_is_the_slow_decoders(combination):
     loop = tiny.loop(combination)
     texts = constrained(loop, TABLES).texts(PROMPTS, 16, eos=EOS)
     assert texts == [greedy_text(*row, loop.config, 16) for row in zip(TABLES, PROMPTS, strict=True)]
+
+
+def fuzzed(rng: np.random.Generator) -> LlamaConfig:
+    """Returns a random small configuration, with a random block of `tiny.BLOCKS` or none."""
+    heads = [(4, 2), (4, 4), (6, 2), (2, 1)][rng.integers(4)]
+    shape = LlamaConfig(
+        vocab_size=int(rng.integers(13, 90)),
+        hidden_size=8 * int(rng.integers(1, 5)),
+        intermediate_size=8 * int(rng.integers(1, 5)),
+        num_layers=int(rng.integers(3, 5)),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=8,
+        max_position_embeddings=512,
+    )
+    block = ["", *tiny.BLOCKS][rng.integers(1 + len(tiny.BLOCKS))]
+    return tiny.with_block(block, shape) if block else shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(25))
+def test_greedy_texts_of_fuzzed_models_are_the_slow_decoders(seed):
+    """A hundred models: 25 shapes with four sets of weights each; two drafters, which other shapes do not all have."""
+    rng = np.random.default_rng(seed)
+    config = fuzzed(rng)
+    tables = [
+        None if at == 2 else table(int(rng.integers(2**31)), config.vocab_size, *rng.integers(4, 12, 2))
+        for at in range(4)
+    ]
+    prompts = [rng.integers(0, 13, rng.integers(1, 8)).tolist() for _ in tables]
+    drafters = [name for name in tiny.DRAFTERS if tiny.DRAFTERS[name].methods]
+    for name in (drafters[2 * seed % len(drafters)], drafters[(2 * seed + 1) % len(drafters)]):
+        loop = tiny.loop(tiny.Combination(name, "confidence", "greedy"), config=config)
+        loop = constrained(loop, tables, EOS)
+        for weights in (tiny.params(config, at) for at in range(4)):
+            own = dataclasses.replace(loop, weights=loop.weights._replace(target=weights))
+            texts = own.texts(prompts, 16, eos=EOS)
+            assert texts == [
+                greedy_text(*row, config, 16, weights=weights) for row in zip(tables, prompts, strict=True)
+            ], (name, config)
 
 
 def next_probs(one: TokenTable, prompt, eos, presence, prefix, **warp) -> np.ndarray | None:
@@ -126,7 +173,8 @@ def test_every_drafter_follows_the_enumerated_masked_distribution(combination, p
     distribution = Sampling(jnp.full(rows, 1.5), top_p=jnp.full(rows, 0.95))
     loop = tiny.loop(combination, distribution, FOUR)
     presence = {"presence": jnp.full(rows, 0.7 * penalised)}
-    loop = constrained(loop, [tables[which] for which in batch], **presence)
+    begin = [len(prompts[which]) for which in batch]
+    loop = constrained(loop, [tables[which] for which in batch], begin=begin, **presence)
     texts = loop.texts([prompts[which] for which in batch], budget, eos=eos, capacity=16)
     for which, (one, prompt) in enumerate(zip(tables, prompts, strict=True)):
         own = functools.partial(next_probs, one, prompt, eos, 0.7 * penalised, temperature=1.5, top_p=0.95)

@@ -198,12 +198,23 @@ SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
             "type": "object",
             "properties": {
                 name: {"type": "string", "format": name}
-                for name in ("date", "time", "date-time", "ipv4", "hostname", "uri", "duration", "int32")
+                for name in (
+                    "date",
+                    "time",
+                    "date-time",
+                    "ipv4",
+                    "ipv6",
+                    "hostname",
+                    "uri",
+                    "duration",
+                    "int32",
+                )
             },
         },
         [
             {"date": "2024-02-28", "time": "23:59:59Z"},
             {"date-time": "1999-12-31T00:00:00.5+01:30", "ipv4": "127.0.0.1", "hostname": "a-b.c"},
+            {"ipv6": "0:0:0:0:0:0:0:1"},
             {"uri": "https://example.org:80/a/b?c=d#e", "duration": "P1DT2H", "int32": "as it is"},
         ],
     ),
@@ -228,6 +239,35 @@ SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
     "anything": ({}, [1.5, "a", None, [], {}, {"a": [1, {"b": "c"}]}]),
     "item of anything": ({"type": "array", "items": True, "maxItems": 2}, [[1, {"a": None}]]),
     "required and unnamed": ({"properties": {"a": {}}, "required": ["b"]}, [{"b": 1}, {"a": 1, "b": None}]),
+    "short names": (
+        {"properties": {"abc": {}, "a": {"type": "null"}}, "propertyNames": {"maxLength": 2}},
+        [{}, {"a": None}],
+    ),
+    "unevaluated": (
+        {
+            "allOf": [{"properties": {"a": {"type": "null"}}, "required": ["z"]}],
+            "properties": {"b": {"type": "null"}},
+            "unevaluatedProperties": {"type": "integer"},
+        },
+        [{"b": None, "a": None, "z": 1}],
+    ),
+    "unevaluated in a part": (
+        {
+            "allOf": [
+                {"properties": {"a": {"type": "null"}}, "unevaluatedProperties": False},
+                {"properties": {"b": {"type": "null"}}},
+            ]
+        },
+        [{}, {"a": None}],
+    ),
+    "unevaluated items": (
+        {"prefixItems": [{"type": "null"}], "minItems": 2, "unevaluatedItems": {"const": 1}},
+        [[None, 1]],
+    ),
+    "equal constants": ({"enum": [1, 2, True], "const": 1.0}, [1]),
+    "large bounds": ({"type": "integer", "minimum": 10**30 + 7, "maximum": 10**30 + 9}, [10**30 + 8]),
+    "no zero with a sign": ({"type": "number", "minimum": -0.0, "exclusiveMaximum": 0.5}, [0, 0.25]),
+    "an encoded reference": ({"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "null"}}}, [None]),
     "draft 4": ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, [[], [1]]),
 }
 # Schemas that cannot be expressed or are wrong, each with a part of the error message.
@@ -256,7 +296,18 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "a(?=b)"}, "has assert, which cannot be expressed"),
     ({"type": "string", "pattern": "^(a|^b)c$"}, "has an anchor"),
     ({"type": "string", "minLength": -1}, r"\$\.minLength is -1; expected a whole number"),
-    ({"type": "integer", "minimum": "3"}, r'\$\.minimum is "3"; expected a finite number'),
+    ({"type": "integer", "minimum": "3"}, r'\$\.minimum is "3"; expected a number'),
+    ({"allOf": [{"minimum": "3"}, {"minimum": 3}]}, r'\$\.minimum is "3"; expected a number'),
+    ({"uniqueItems": True, "maxItems": "x"}, r'\$\.maxItems is "x"; expected a whole number'),
+    ({"type": [{}]}, r"\$\.type is \[\{\}\]; expected one of"),
+    ({"type": "string", "pattern": ["a"]}, r'\$\.pattern is \["a"\]; expected a string'),
+    ({"type": "string", "pattern": "(?u)a"}, "ASCII and UNICODE flags are incompatible"),
+    ({"required": [1]}, r"\$\.required is \[1\]; expected a list of strings"),
+    ({"$ref": ["#"]}, r'\$\.\$ref is \["#"\]; expected a string'),
+    ({"$ref": "#name"}, "only references inside the schema"),
+    ('{"const": 1e400}', "the number 1e400 is not finite"),
+    ({"const": float("nan")}, "the number NaN is not finite"),
+    ({"oneOf": [{"const": {"a": 1, "b": 2}}, {"const": {"b": 2.0, "a": 1}}]}, "may match both number 0"),
     ({"properties": []}, r"\$\.properties is \[\]; expected an object"),
     ({"anyOf": []}, r"\$\.anyOf is \[\]; expected a list of schemas"),
     ({"allOf": [{"format": "date"}, {"format": "time"}]}, "two different `format`"),

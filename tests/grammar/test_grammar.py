@@ -158,6 +158,13 @@ def test_texts_are_those_that_the_expression_matches(pattern):
             assert accepts(quoted, written) == bool(expected.search(text)), text
 
 
+@pytest.mark.parametrize("pattern", [r"\s", r"\S", r"[^\s]", r"[^\S]"])
+def test_spaces_of_other_standards_are_in_no_class(pattern):
+    made = table(Grammar.regex(pattern))
+    assert [accepts(made, text.encode()) for text in "\xa0\u2028\ufeff"] == [False] * 3
+    assert [accepts(made, text.encode()) for text in " a"] == [bool(re.match(pattern, text)) for text in " a"]
+
+
 BOUNDS = [None, *map(Decimal, ("0", "1", "-1", "12", "0.5", "-0.5", "99.5", "100", "-12.25", "0.05", "1000"))]
 NUMBERS = [
     f"{sign}{whole}{rest}"
@@ -426,12 +433,19 @@ def test_any_object_and_the_other_kinds():
     named = table(Grammar.json_schema(SCHEMAS["others"][0]))
     assert not accepts(named, b'{"id": 1, "id": "a name that the schema has"}')
     assert accepts(table(Grammar.choices(["", "a\nb"])), b"")
+    assert accepts(table(Grammar.json_schema({"type": "string", "maxLength": None, "enum": ["a"]})), b'"a"')
+    itself: dict[str, object] = {}
+    itself["self"] = itself
     for wrong, line in (
         (lambda: Grammar.choices([]), "expected a list of strings"),
         (lambda: Grammar.choices("yes"), "expected a list of strings"),
         (lambda: Grammar.json_schema({"a": object()}), "cannot be written as JSON"),
         (lambda: Grammar.regex("a" * 300_000), "has 300000 characters; at most"),
-        (lambda: Grammar.regex("a", after=""), "`after` is empty"),
+        (lambda: Grammar.json_schema(itself), "cannot be written as JSON: Circular"),
+        (lambda: Grammar.regex("a", after=""), "`after` is ''; give a text of 1 to 256 characters"),
+        (lambda: Grammar.regex("a", after="x" * 300), "`after` is 'xx.*; give a text of 1 to 256 characters"),
+        (lambda: Grammar.regex("a", after=5), "`after` is 5; give a text"),
+        (lambda: table(Grammar.regex("a", after="\ud800")), "a character that is no text"),
         (lambda: table(Grammar("xml")), "kind is 'xml'; expected json_schema"),
         (lambda: table(Grammar.regex("a(?!b)")), "has assert not, which cannot be expressed"),
     ):
