@@ -35,7 +35,7 @@ _IMPLIED = {
     "object": "properties required additionalProperties minProperties maxProperties propertyNames",
     "array": "items prefixItems minItems maxItems",
     "string": "pattern minLength maxLength format",
-    "number": "minimum maximum exclusiveMinimum exclusiveMaximum",
+    "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
 }
 _SHAPING = " ".join(_IMPLIED.values()).split()
 _CANNOT = (
@@ -71,13 +71,19 @@ _FORMS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("a list of schemas", "anyOf oneOf", lambda given: given and isinstance(given, list)),
     ("a list of strings", "required", lambda given: isinstance(given, list) and _are_texts(given)),
     ("a string", "$ref format pattern", lambda given: _are_texts(_patterns(given))),
-    ("a number", f"{_IMPLIED['number']} multipleOf", lambda given: _is_number(given)),
+    ("a number", _IMPLIED["number"], lambda given: _is_number(given)),
+    ("1, since a finite table has no remainders", "multipleOf", lambda given: given == 1),
     (
         "a whole number",
         "minLength maxLength minItems maxItems minProperties maxProperties",
         lambda given: _is_number(given) and given >= 0 and given == int(given),
     ),
     (f"one of {', '.join(_TYPES)}, or a list of them", "type", lambda given: _are_types(_listed(given))),
+)
+# The named parts of an object and an array, the schema of the others, and that of those that no schema evaluates.
+_PARTS = (
+    ("properties", "additionalProperties", "unevaluatedProperties"),
+    ("prefixItems", "items", "unevaluatedItems"),
 )
 _ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 
@@ -151,11 +157,6 @@ class JsonSchema:
                     f"JSON schema: {path}.{name} cannot be expressed as a finite table; write the schema without "
                     f"`{name}`"
                 )
-        if schema.get("multipleOf", 1) != 1:
-            raise GrammarError(
-                f"JSON schema: {path}.multipleOf is {_shown(schema['multipleOf'])}; only 1 can be expressed as a "
-                "finite table"
-            )
 
     def _target(self, name: str, path: str) -> Any:
         """Returns the schema of a reference."""
@@ -479,9 +480,9 @@ def merged(one: Any, other: Any, path: str) -> Any:
         return False
     one, other = (_enumerated(schema, path) for schema in (one, other))
     if not other.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:  # it does not see what others evaluate
-        for name, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-            if name in other:
-                other.setdefault(plain, other.pop(name))
+        for _, rest, unevaluated in _PARTS:
+            if unevaluated in other:
+                other.setdefault(rest, other.pop(unevaluated))
     result = dict(one)
     for key, value in other.items():
         if key not in one or one[key] == value or key in _ANNOTATIONS:
@@ -490,19 +491,22 @@ def merged(one: Any, other: Any, path: str) -> Any:
             result["allOf"] = [*result.get("allOf", []), {key: value}]
         elif key in _MERGE:
             result[key] = _MERGE[key](one[key], value)
-        elif key != "properties" and not key.startswith(("$", "x-")):
+        elif key not in ("properties", "prefixItems") and not key.startswith(("$", "x-")):
             raise GrammarError(f"JSON schema: {path} has two different `{key}`, which cannot be combined")
-    if "properties" in result and one and other:
-        # A property that one schema does not name is an additional one for it.
-        names = {**one.get("properties", {}), **other.get("properties", {})}
-        shapes = [
-            (schema.get("properties", {}), schema.get("additionalProperties", True))
-            for schema in (one, other)
-        ]
-        result["properties"] = {
-            name: _all_of(*(known.get(name, free) for known, free in shapes)) for name in names
-        }
+    for key, rest, _ in _PARTS:
+        if key in result and one and other:
+            result[key] = _joined(*((schema.get(key, {}), schema.get(rest, True)) for schema in (one, other)))
     return result
+
+
+def _joined(one: tuple[Any, Any], other: tuple[Any, Any]) -> Any:
+    """Joins the named parts of two schemas; a part that one of them does not name is an additional one for it."""
+    sides = [
+        (dict(enumerate(known)) if isinstance(known, list) else known, rest) for known, rest in (one, other)
+    ]
+    names = {**sides[0][0], **sides[1][0]}
+    found = {name: _all_of(*(known.get(name, rest) for known, rest in sides)) for name in names}
+    return [*found.values()] if list in (type(one[0]), type(other[0])) else found
 
 
 def _enumerated(schema: Any, path: str) -> Schema:

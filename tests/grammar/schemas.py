@@ -260,11 +260,22 @@ SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
         },
         [{}, {"a": None}],
     ),
+    "items of two schemas": (
+        {
+            "allOf": [
+                {"prefixItems": [{"type": "integer"}], "minItems": 1},
+                {"prefixItems": [{}, {"const": 3}], "items": {"const": 4}},
+                {"prefixItems": [], "items": {"minimum": 3}, "maxItems": 3},
+            ]
+        },
+        [[3], [7, 3], [3, 3, 4]],
+    ),
     "unevaluated items": (
         {"prefixItems": [{"type": "null"}], "minItems": 2, "unevaluatedItems": {"const": 1}},
         [[None, 1]],
     ),
     "equal constants": ({"enum": [1, 2, True], "const": 1.0}, [1]),
+    "whole constants": ({"enum": [0.5, 2], "multipleOf": 1}, [2]),
     "large bounds": ({"type": "integer", "minimum": 10**30 + 7, "maximum": 10**30 + 9}, [10**30 + 8]),
     "no zero with a sign": ({"type": "number", "minimum": -0.0, "exclusiveMaximum": 0.5}, [0, 0.25]),
     "an encoded reference": ({"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "null"}}}, [None]),
@@ -279,7 +290,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "array", "contains": {}}, r"\$\.contains cannot"),
     ({"type": "array", "items": {"patternProperties": {"a": {}}}}, r"\$\.items\.patternProperties cannot"),
     ({"type": "array", "uniqueItems": True}, r"\$\.uniqueItems cannot"),
-    ({"type": "integer", "multipleOf": 5}, r"\$\.multipleOf is 5"),
+    ({"type": "integer", "multipleOf": 5}, r"\$\.multipleOf is 5; expected 1, since"),
     (
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         r"\$\.oneOf: a value may match both number 0 and number 1",
