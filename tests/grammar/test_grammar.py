@@ -434,6 +434,9 @@ def test_any_object_and_the_other_kinds():
     assert not accepts(named, b'{"id": 1, "id": "a name that the schema has"}')
     assert accepts(table(Grammar.choices(["", "a\nb"])), b"")
     assert accepts(table(Grammar.json_schema({"type": "string", "maxLength": None, "enum": ["a"]})), b'"a"')
+    host = table(Grammar.json_schema({"type": "string", "format": "hostname"}))
+    assert accepts(host, json.dumps(".".join(["a-b9"] * 8)).encode())
+    assert not any(accepts(host, json.dumps(text).encode()) for text in ("a" * 64, ".".join(["a" * 30] * 9)))
     itself: dict[str, object] = {}
     itself["self"] = itself
     for wrong, line in (
