@@ -129,9 +129,8 @@ def speeds(at: Row, measured: Mapping[str, Any]) -> dict[str, float]:
     if at.shape in SORTED:
         draft = costs(at, SORTED[at.shape], measured)
         exits = model_shape(None, SORTED[at.shape]).trained_for.exits
-        drafts["sorted draft"] = DraftCost(
-            layers=draft.step_ms(layers=sum(exits) / len(exits)) / layer_ms, head=False
-        )
+        mean, heads = sum(exits) / len(exits), (1 + len(exits)) / 2
+        drafts["sorted draft"] = DraftCost(draft.step_ms(layers=mean, heads=heads) / layer_ms, heads=0)
     drafts["early exit"] = kinds(steps.num_layers)["early exit"]
     tokens, length = EAGLE3
     head = eagle3(at.shape)

@@ -184,7 +184,7 @@ def _printed(texts: int) -> dict[str, Mapping[str, float]]:
 
 def _columns(bench: Workbench) -> tuple[Column, ...]:
     target, depth = bench.lm.loaded, bench.lm.config.num_layers
-    layer = share_of_step(DraftCost(layers=1, head=False), target)
+    layer = share_of_step(DraftCost(layers=1, heads=0), target)
     free = Column(FREE, (layer, 1 - depth * layer))
     return (free, *(Column(name, ((1 - head) / depth, head)) for name, head in HEADS.items()))
 

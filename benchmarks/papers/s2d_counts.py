@@ -297,8 +297,7 @@ def _columns(bench: Workbench, found: SortedDraft) -> tuple[Column, ...]:
     target, exits = bench.lm.loaded, found.drafter.exits
     params = bench.lm.params if found.params is None else found.params
     whole = (
-        share_of_step(DraftCost(layers=target.config.num_layers, head=False), target)
-        / target.config.num_layers
+        share_of_step(DraftCost(layers=target.config.num_layers, heads=0), target) / target.config.num_layers
     )
     layer = layers_of(params["layers"][: exits[-1]], target) / exits[-1] * whole
     head = layers_of(llama.head(found.drafter.config, params), target) * whole

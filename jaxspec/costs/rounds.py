@@ -60,7 +60,7 @@ class StepCosts:
         layers: float | None = None,
         live: int | None = None,
         batch: int = 1,
-        head: bool = True,
+        heads: float = 1,
     ) -> float:
         """Returns the time of a step in milliseconds.
 
@@ -69,7 +69,7 @@ class StepCosts:
           layers: the number of layers that run; None for all.
           live: cached tokens per text; None for the table's `live`.
           batch: the number of texts.
-          head: whether the final norm and the output head run.
+          heads: how many times the final norm and the output head run.
         """
         ran = self.num_layers if layers is None else layers
         full = self._full_ms(rows, batch)
@@ -77,7 +77,7 @@ class StepCosts:
         layer = full * self._layer_share
         rest = full - self.num_layers * layer
         further = 0.0 if live is None else (live - self.live) * self.live_token_ms
-        return ran * layer + (rest if head else 0.0) + batch * further * ran / self.num_layers
+        return ran * layer + heads * rest + batch * further * ran / self.num_layers
 
     @property
     def _layer_share(self) -> float:
@@ -137,7 +137,7 @@ class DraftCost:
 
     Attributes:
       layers: the work of one draft token, in layers of the target.
-      head: whether a draft token also runs an output head of the target's size.
+      heads: the number of output heads of the target's size that a draft token runs, a mean over the draft tokens.
       once: whether one pass produces all tokens of a draft.
       rows: the number of rows of a draft pass; above 1 for a tree, each of whose levels takes one pass.
       shared: the number of these layers that verification reuses instead of running them again: the exit layer of an
@@ -157,7 +157,7 @@ class DraftCost:
     """
 
     layers: float = 0.0
-    head: bool = True
+    heads: float = 1
     once: bool = False
     rows: int = 1
     shared: float = 0.0
@@ -170,7 +170,7 @@ class DraftCost:
         """Returns the time in milliseconds of the passes that draft `length` tokens per text, without a search."""
         if not self.layers or not length:
             return 0.0
-        one = costs.step_ms(self.rows, self.layers, live, batch, self.head)
+        one = costs.step_ms(self.rows, self.layers, live, batch, self.heads)
         return one if self.once else length * one
 
     def round_ms(self, costs: StepCosts, length: float, live: int | None = None, batch: int = 1) -> float:
@@ -183,7 +183,7 @@ class DraftCost:
         verified = costs.num_layers - self.shared if self.shared else None
         verifying = costs.step_ms(rows, verified, live, batch)
         if self.shared:  # these layers have not run on the last draft token, which only verification reads
-            verifying += costs.step_ms(layers=self.shared, live=live, batch=batch, head=False)
+            verifying += costs.step_ms(layers=self.shared, live=live, batch=batch, heads=0)
         return search + drafting + verifying + costs.loop_ms
 
     @property

@@ -73,7 +73,7 @@ class HeadMethod(ChainMethod):
         read = {name: leaf for name, leaf in params.items() if name != "embed"}
         layers = layers_of(read, target)
         own = "vocabulary" in params or _has_rows(params)
-        return DraftCost(layers=layers, head=not own, absorb_layers=target.config.num_layers + layers)
+        return DraftCost(layers=layers, heads=not own, absorb_layers=target.config.num_layers + layers)
 
     @classmethod
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:

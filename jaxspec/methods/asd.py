@@ -77,7 +77,7 @@ class ASD(MaskedMethod):
         made, depth = cast("Drafting", drafter), target.config.num_layers
         every, kept = int(made.every), int(made.keep_last)
         skipped = (depth - kept) // every if every else 0
-        return DraftCost(layers=depth - skipped + layers_of(params, target), head=params is None)
+        return DraftCost(layers=depth - skipped + layers_of(params, target), heads=params is None)
 
     def _usual(self, target: LoadedModel, resources: Resources) -> ASDNumbers:
         """Returns the numbers of the given file, of the one in the model's directory, or the paper's for this model."""

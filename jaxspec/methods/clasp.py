@@ -69,4 +69,4 @@ class CLaSp(ChainMethod):
 
         depth, skipped = target.config.num_layers, cast("Drafting", drafter).num_skipped
         layers = depth - skipped + layers_of(params, target)
-        return DraftCost(layers=layers, head=params is None, absorb_layers=depth)
+        return DraftCost(layers=layers, heads=params is None, absorb_layers=depth)

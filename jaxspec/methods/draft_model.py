@@ -47,8 +47,7 @@ class DraftModel(ChainMethod):
         draft = target if self.draft is None else resources.load_draft(self.draft)
         if self.draft_exit is not None:
             draft = draft.until(self.draft_exit)
-        rule, length = self.stopping()
-        drafter = Drafting(draft.config, rule, length, pairs=resources.platform != "cpu")
+        drafter = Drafting(draft.config, *self.stopping(), pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
@@ -56,7 +55,9 @@ class DraftModel(ChainMethod):
         return own_model_cost(target, params)
 
 
-def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0, bits: float = 1.0) -> DraftCost:
+def own_model_cost(
+    target: LoadedModel, params: Any, layers: float = 1, bits: float = 1, heads: float = 1
+) -> DraftCost:
     """Returns the cost of a draft model with a separate cache.
 
     Args:
@@ -64,10 +65,11 @@ def own_model_cost(target: LoadedModel, params: Any, layers: float = 1.0, bits: 
       params: the draft's parameters.
       layers: the fraction of the draft's layers that a token runs through.
       bits: the bits of the draft's weights, relative to those of the target's.
+      heads: the number of the draft's heads that a token runs.
     """
     from jaxspec.costs.rounds import DraftCost
 
     few = params.get("vocabulary")
     head = params.get("head", params["embed"]) if few is None else few.head
     runs = layers_of(params["layers"], target) * bits
-    return DraftCost(layers=layers * runs + layers_of(head, target) * bits, head=False, absorb_layers=runs)
+    return DraftCost(layers * runs + heads * layers_of(head, target) * bits, heads=0, absorb_layers=runs)

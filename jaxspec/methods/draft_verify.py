@@ -68,4 +68,4 @@ class DraftVerify(MaskedMethod):
         layers = target.params["layers"]
         sizes = np.array([[size_of(layer["attention"]), size_of(layer["mlp"])] for layer in layers])
         share = float((runs * sizes).sum() / sizes.sum())
-        return DraftCost(layers=share * len(layers) + layers_of(params, target), head=params is None)
+        return DraftCost(layers=share * len(layers) + layers_of(params, target), heads=params is None)

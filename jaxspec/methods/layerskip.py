@@ -74,7 +74,7 @@ class LayerSkip(ChainMethod):
 
         exit_layer = cast("ExitDrafter", drafter).exit_layer
         return DraftCost(
-            layers=exit_layer + layers_of(params, target), head=params is None, shared=exit_layer
+            layers=exit_layer + layers_of(params, target), heads=params is None, shared=exit_layer
         )
 
     def _probe(self, exit_layer: int, target: LoadedModel, resources: Resources) -> Probe:

@@ -55,8 +55,7 @@ class Quantised(ChainMethod):
                 "give fewer, or load the model without weights"
             )
         draft = resources.quantise(target, bits)
-        rule, length = self.stopping()
-        drafter = DraftModel(draft.config, rule, length, pairs=resources.platform != "cpu")
+        drafter = DraftModel(draft.config, *self.stopping(), pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:

@@ -69,14 +69,17 @@ class S2D(ChainMethod):
         return Drafting(draft.config, exits, thresholds, rule, length), self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the mean cost of the exits, because the exit of a token depends on the text."""
+        """Returns the mean cost of the exits, because the exit of a token depends on the text.
+
+        A token looks at the head of its exit and at those of the exits before it.
+        """
         from jaxspec.costs.rounds import DraftCost
 
         exits = cast("Drafting", drafter).exits
-        depth = sum(exits) / len(exits)
+        depth, heads = sum(exits) / len(exits), (1 + len(exits)) / 2
         if self.draft is None:
-            return DraftCost(layers=depth + layers_of(params, target), head=params is None)
-        return own_model_cost(target, params, layers=depth / exits[-1])
+            return DraftCost(depth + heads * layers_of(params, target), heads * (params is None))
+        return own_model_cost(target, params, layers=depth / exits[-1], heads=heads)
 
     def _thresholds(
         self,

@@ -341,9 +341,15 @@ def test_figures():
             lambda half, rest: 3 / (1 + 4 * (half + rest)),
         ),
         (
-            DraftCost(layers=1, head=False),
+            DraftCost(layers=1, heads=0),
             SimpleNamespace(num_draft_tokens=8, drafts_trees=False),
             lambda half, _: 3 / (1 + 4 * half),
+        ),
+        # S2D with three exits looks at two heads on average.
+        (
+            DraftCost(layers=1, heads=2),
+            SimpleNamespace(num_draft_tokens=8, drafts_trees=False),
+            lambda half, rest: 3 / (1 + 4 * (half + 2 * rest)),
         ),
         (
             DraftCost(layers=1, once=True),

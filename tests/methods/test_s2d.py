@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec import methods
 from jaxspec.cli import main
+from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.s2d_drafter import MAX_WAITING, S2D
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
 from jaxspec.io.trained_for import TrainedFor
+from jaxspec.methods.base import layers_of
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.prefill import run_prompts
@@ -255,6 +259,18 @@ def test_a_sorted_target_drafts_for_itself_below_its_last_layer():
     text = lm.generate("ab ab", method="s2d", max_new_tokens=20, ignore_eos=True)
     assert text.tokens == lm.generate("ab ab", max_new_tokens=20, ignore_eos=True).tokens
     assert text.statistics.num_accepted_tokens > 0
+
+
+def test_a_token_costs_the_heads_that_it_looks_at():
+    """That of its exit and those of the exits before it, a mean over the exits."""
+    lm = tiny.language_model()
+    one, three = (SimpleNamespace(exits=exits) for exits in ((2,), (1, 2, 3)))
+    costs = [methods.S2D().cost(lm.loaded, made, None) for made in (one, three)]
+    assert costs == [DraftCost(layers=2, heads=1), DraftCost(layers=2, heads=2)]
+    alone, chosen = (methods.S2D(draft="x").cost(lm.loaded, made, lm.params) for made in (one, three))
+    head = layers_of(lm.params["head"], lm.loaded)
+    layers = lm.config.num_layers
+    assert (alone.layers, chosen.layers) == pytest.approx((layers + head, layers * 2 / 3 + 2 * head))
 
 
 def test_exits_are_read_from_a_models_config(tmp_path):

@@ -76,7 +76,7 @@ class Kangaroo(HeadMethod):
         adapter = layers_of(params, target)
         return DraftCost(
             layers=exit_layer + adapter,
-            head="vocabulary" not in params,
+            heads="vocabulary" not in params,
             shared=exit_layer,
             absorb_layers=depth + adapter,
         )

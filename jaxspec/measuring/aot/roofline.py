@@ -142,9 +142,7 @@ def usual(
         draft = steps_of(_DRAFTS[shape])
         layer_ms = costs.step_ms(layers=1) - costs.step_ms(layers=0)
         absorbed = costs.num_layers * draft.absorb_ms / costs.absorb_ms
-        drafts["draft model"] = DraftCost(
-            layers=draft.step_ms() / layer_ms, head=False, absorb_layers=absorbed
-        )
+        drafts["draft model"] = DraftCost(layers=draft.step_ms() / layer_ms, heads=0, absorb_layers=absorbed)
     return costs, drafts
 
 
