@@ -102,9 +102,9 @@ def fuzzed(rng: np.random.Generator) -> LlamaConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(13))
 def test_greedy_texts_of_fuzzed_models_are_the_slow_decoders(seed):
-    """A hundred models: 25 shapes with four sets of weights each; two drafters, which other shapes do not all have."""
+    """A hundred models: 13 shapes with eight sets of weights each, and each shape with two drafters."""
     rng = np.random.default_rng(seed)
     config = fuzzed(rng)
     tables = [
@@ -116,7 +116,7 @@ def test_greedy_texts_of_fuzzed_models_are_the_slow_decoders(seed):
     for name in (drafters[2 * seed % len(drafters)], drafters[(2 * seed + 1) % len(drafters)]):
         loop = tiny.loop(tiny.Combination(name, "confidence", "greedy"), config=config)
         loop = constrained(loop, tables, EOS)
-        for weights in (tiny.params(config, at) for at in range(4)):
+        for weights in (tiny.params(config, at) for at in range(8)):
             own = dataclasses.replace(loop, weights=loop.weights._replace(target=weights))
             texts = own.texts(prompts, 16, eos=EOS)
             assert texts == [
