@@ -19,14 +19,12 @@ from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.commands.inspect import _marks
 from jaxspec.measuring.tuning import fidelity
 from jaxspec.measuring.tuning import inspection as home
-from jaxspec.measuring.tuning.exit_agreement import exit_agreement
+from jaxspec.measuring.tuning.agreement import exit_choices, prepare
 from jaxspec.measuring.tuning.fitness_report import read_texts
 from jaxspec.measuring.tuning.inspection import inspect_model, sublayer_ms, weights_read
-from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.prefill import run_prompts
 from jaxspec.programs import compilation_cache
 from jaxspec.testing import reference
 from tests import tiny
@@ -132,24 +130,23 @@ def test_rows_of_a_batch_do_not_see_each_other_or_their_padding():
 
     @jax.jit
     def run(prompts, start, fed, count):
-        cache = kv.create(config, 2, 16, jnp.float32)
-        _, _, cache = run_prompts(config, deep_params(), prompts, start, cache, chunk_size=4)
-        return exit_agreement(config, deep_params(), fed, start, count, cache, chunk_size=4)
+        texts, _ = prepare(
+            config, deep_params(), np.pad(prompts, ((0, 0), (0, 12))), start, fed, count, chunk_size=4
+        )
+        return exit_choices(config, deep_params(), texts)
 
-    agreed = np.asarray(run(prompts, start, fed, count))
-    assert agreed[:, -1].tolist() == count.tolist()
+    chosen = np.asarray(run(prompts, start, fed, count))
     for row, (prompt, text) in enumerate(zip(prompts, fed, strict=True)):
         known = [*prompt[: start[row]], *text[: count[row]]]
-        chosen = np.array(
-            [
-                reference.forward(config, deep_params(), known, num_layers=depth).argmax(-1)
-                for depth in (1, 2, 3)
-            ]
-        )[:, start[row] :]
-        np.testing.assert_array_equal(agreed[row], np.sum(chosen == chosen[-1], axis=1))
+        expected = [
+            reference.forward(config, deep_params(), known, num_layers=depth).argmax(-1)[start[row] :]
+            for depth in (1, 2, 3)
+        ]
+        np.testing.assert_array_equal(chosen[:, row, : count[row]], expected)
     spoiled = np.where(np.arange(8) < count[:, None], fed, 5)
-    other = [array[::-1] for array in (prompts, start, spoiled, count)]
-    np.testing.assert_array_equal(run(*other)[::-1], agreed)
+    other = np.asarray(run(*(array[::-1] for array in (prompts, start, spoiled, count))))[:, ::-1]
+    real = np.arange(7) < count[:, None]
+    np.testing.assert_array_equal(other[:, real], chosen[:, real])
 
 
 def test_masks_follow_from_the_similarities(lm, report):

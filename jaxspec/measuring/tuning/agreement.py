@@ -91,3 +91,24 @@ def proposed(
     hidden = llama.embed(config, params, texts.tokens[:, :-1])
     hidden, _ = llama.run_layers(config, params, hidden, texts.start, texts.cache, plan=plan)
     return jnp.argmax(llama.logits(config, params, hidden), axis=-1)
+
+
+def exit_choices(config: LlamaConfig, params: Params, texts: AgreementTexts) -> jax.Array:
+    """The top token of every exit after each token of the texts but the last.
+
+    An exit applies the final norm and head to the state after E layers, as in LayerSkip (Elhoushi et al. 2024).
+    On the model's own greedy text, its agreement with the last exit shows how often a draft of the first E layers
+    is right after a correct context. Layers pass through the head one at a time.
+
+    Returns:
+      int32[L, B, T − 1]; entry l is the exit after l + 1 layers.
+    """
+    states: list[jax.Array] = []
+    hidden = llama.embed(config, params, texts.tokens[:, :-1])
+    llama.run_layers(
+        config, params, hidden, texts.start, texts.cache, watch=lambda _, state: states.append(state)
+    )
+    chosen: jax.Array = jax.lax.map(
+        lambda state: jnp.argmax(llama.logits(config, params, state), axis=-1), jnp.stack(states[1::2])
+    )
+    return chosen

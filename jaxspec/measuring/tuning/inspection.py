@@ -20,13 +20,12 @@ from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.bench import prompts as prompt_set
 from jaxspec.measuring.bench.steps import SubmodelSteps
 from jaxspec.measuring.bench.timing import interleaved
-from jaxspec.measuring.tuning.exit_agreement import exit_agreement
-from jaxspec.model import cache as kv
-from jaxspec.model.llama import Params, floor_bytes
+from jaxspec.measuring.tuning.agreement import exit_choices
+from jaxspec.measuring.tuning.texts import prepare_texts
+from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.prefill import run_prompts
 from jaxspec.model.sharding import fetched
-from jaxspec.programs.buckets import bucket, prefill_chunk_size
+from jaxspec.programs.buckets import bucket
 from jaxspec.texts.requests import Prompt
 
 DEFAULT_BUDGET = 64
@@ -58,7 +57,7 @@ def inspect_model(
       result is the median of the differences within a turn.
     * Exit agreement: the model continues each prompt greedily; then one parallel pass compares the top token
       of every exit with the whole model's at each new token. All new tokens have equal weights. See
-      `exit_agreement`.
+      `agreement.exit_choices`.
 
     Args:
       lm: the model.
@@ -205,44 +204,22 @@ def _budget(lm: LanguageModel, prompt_tokens: int, asked: int | None) -> int:
     return min(DEFAULT_BUDGET, free) if asked is None else asked
 
 
-def _cache(lm: LanguageModel, capacity: int) -> kv.KVCache:
-    return kv.create(lm.config, 1, capacity, lm.params["embed"].dtype, merged=lm.mesh is None)
-
-
 def _survey(
     lm: LanguageModel, prompts: Sequence[list[int]], texts: Sequence[list[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Similarities float64[N, L, 2] of N prompts, and agreement counts int[N, L] of the texts after them.
+    """Similarities float64[N, L, 2] of N prompts, and agreement counts int[N, L] of the texts after them."""
+    # The last prompt token predicts the first new token, so the pass begins with it.
+    fed = [[prompt[-1], *text] for prompt, text in zip(prompts, texts, strict=True)]
+    prepared, similarities = prepare_texts(lm, prompts, fed)
+    begun = prepared.replace(start=prepared.start - 1)
+    similar, chosen = fetched((similarities, _exit_choices(lm.config, lm.params, begun)))
+    counts = np.array([len(text) for text in texts])
+    real = np.arange(chosen.shape[2]) < counts[:, None]
+    agreed = np.sum((chosen == chosen[-1]) & real, axis=2).T
+    return np.asarray(similar, np.float64), agreed
 
-    Runs one prompt at a time, all with one executable.
-    """
-    chunk_size = prefill_chunk_size(max(map(len, prompts)), lm.device.platform)
-    width, text_width = (-(-max(map(len, some)) // chunk_size) * chunk_size for some in (prompts, texts))
-    capacity = bucket(width + text_width)
 
-    @jax.jit
-    def survey(
-        params: Params, prompt: jax.Array, length: jax.Array, fed: jax.Array, count: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        cache = _cache(lm, capacity)
-        _, similarities, cache = run_prompts(lm.config, params, prompt, length, cache, chunk_size)
-        return similarities, exit_agreement(lm.config, params, fed, length - 1, count, cache, chunk_size)
-
-    def padded(tokens: Sequence[int], width: int) -> np.ndarray:
-        row = np.zeros((1, width), np.int32)
-        row[0, : len(tokens)] = tokens
-        return row
-
-    similarities, agreed = [], []
-    for prompt, text in zip(prompts, texts, strict=True):
-        # The last prompt token predicts the first new token; the last new token predicts none of the text.
-        fed = [prompt[-1], *text[:-1]]
-        length, count = (np.array([len(some)], np.int32) for some in (prompt, text))
-        found = survey(lm.params, padded(prompt, width), length, padded(fed, text_width), count)
-        similar, agrees = fetched(found)
-        similarities.append(np.asarray(similar[0], np.float64))
-        agreed.append(agrees[0])
-    return np.stack(similarities), np.stack(agreed)
+_exit_choices = jax.jit(exit_choices, static_argnums=0)
 
 
 def _mask(lm: LanguageModel, plan: LayerPlan) -> dict[str, Any]:
