@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.loading.int8 import with_activations
 from jaxspec.measuring.bench import prompts
-from jaxspec.model import llama
-from jaxspec.model.config import LayerType, LlamaConfig
+from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantisation import NUM_OUTLIERS, quantise
 
@@ -116,29 +115,7 @@ def _forms(
 
 def _losses(config: LlamaConfig, params: Params, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Returns −log probability of each token of windows int32[N + 1] but their first, and the most likely tokens."""
-    found = [_window(config, params, jnp.asarray(row[None])) for row in rows]
-    losses, chosen = (np.concatenate(parts) for parts in zip(*jax.device_get(found), strict=True))
-    return losses, chosen
-
-
-def _window(config: LlamaConfig, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    hidden = llama.embed(config, params, tokens[:, :-1])
-    for layer, p in enumerate(params["layers"]):  # all layers of a type share one program
-        hidden = _block(config, config.layer_type(layer), p, hidden)
-    tail = {name: leaf for name, leaf in params.items() if name != "layers"}
-    found: tuple[jax.Array, jax.Array] = _read(config, tail, hidden, tokens[0, 1:])
-    return found
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _block(config: LlamaConfig, of: LayerType, p: Params, hidden: jax.Array) -> jax.Array:
-    positions = jnp.arange(hidden.shape[1])[None]
-    return llama.run_block(config, of, p, hidden, positions, jnp.zeros_like(positions))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _read(
-    config: LlamaConfig, params: Params, hidden: jax.Array, following: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    log_p = jax.nn.log_softmax(llama.logits(config, params, hidden)[0])
-    return -jnp.take_along_axis(log_p, following[:, None], axis=-1)[:, 0], jnp.argmax(log_p, axis=-1)
+    texts = [row.tolist() for row in rows]
+    scores = LanguageModel(config, params).score([text[:1] for text in texts], [text[1:] for text in texts])
+    losses = [-log_prob for score in scores for log_prob in score.log_probs]
+    return np.array(losses), np.array([token for score in scores for token in score.top_tokens])
