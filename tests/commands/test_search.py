@@ -64,8 +64,6 @@ def known_costs(monkeypatch):
         (MaskSpace(4), 15),
         (MaskSpace(3, keep_first_last=False), 62),
         (MaskSpace(1, keep_first_last=False), 2),
-        (MaskSpace(5, skip_ratio=0.2), 15),
-        (MaskSpace(2, keep_first_last=False, skip_ratio=0.5), 6),
     ],
     ids=str,
 )
@@ -78,8 +76,6 @@ def test_masks_are_those_that_were_asked_for(space, size):
         assert 0 < skipped < 2 * space.num_layers
         if space.keep_first_last:
             assert mask[layers[0]] == mask[layers[-1]] == (True, True)
-        if space.skip_ratio is not None:
-            assert skipped == space.skip_ratio * 2 * space.num_layers
         assert space.nearest(space.corner(mask)) == mask
     rng = np.random.default_rng(0)
     points = rng.random((400, len(space.free)))
@@ -90,24 +86,13 @@ def test_masks_are_those_that_were_asked_for(space, size):
 def test_a_point_above_one_half_skips():
     plan = MaskSpace(4).nearest(np.array([0.4, 0.6, 0.9, 0.5]))
     assert (plan.skip_attention, plan.skip_mlp) == ((2,), (1,))
-    exact = MaskSpace(4, skip_ratio=3 / 8).nearest(np.array([0.4, 0.2, 0.1, 0.3]))
-    assert (exact.skip_attention, exact.skip_mlp) == ((1,), (1, 2))
     none = MaskSpace(4).nearest(np.array([0.1, 0.3, 0.2, 0.0]))
     assert (none.skip_attention, none.skip_mlp) == ((), (1,))
 
 
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        ({"num_layers": 2}, "2 layers.*keep_first_last=False"),
-        ({"num_layers": 4, "skip_ratio": 1.5}, "skip_ratio is 1.5; give a share between 0 and 1"),
-        ({"num_layers": 4, "skip_ratio": 0.9}, "skips 7 of 8.*1 to 4 can be.*or add keep_first_last=False"),
-        ({"num_layers": 4, "skip_ratio": 0.01}, r"skips 0 of 8.*give 0.12 to 0.5$"),
-    ],
-)
-def test_wrong_masks(space, message):
-    with pytest.raises(ValueError, match=message):
-        MaskSpace(**space)
+def test_no_layer_is_left_to_skip():
+    with pytest.raises(ValueError, match=r"2 layers.*keep_first_last=False"):
+        MaskSpace(2)
 
 
 # Proposals
@@ -161,7 +146,7 @@ PLANS = [
 @pytest.mark.full
 def test_agreement_is_that_of_drafts_token_by_token_and_no_mask_compiles(deep):
     texts, written = calibrated(deep)
-    score = bench.Agreement(deep, texts, COSTS, by_speedup=False)
+    score = bench.Agreement(deep, texts, COSTS)
     compiled = objectives._agreement._cache_size()
     step = jax.jit(llama.forward, static_argnums=0)
     parts = tiny.Parts(Autoregressive(), tiny.ACCEPTORS["greedy"](), tiny.Greedy())
@@ -178,7 +163,8 @@ def test_agreement_is_that_of_drafts_token_by_token_and_no_mask_compiles(deep):
                 total += 1
         assert total == 6 + 2 + 6
         rates.append(agreed / total)
-        assert score(plan)["score"] == score(plan)["agreement"] == pytest.approx(rates[-1])
+        assert score(plan)["agreement"] == pytest.approx(rates[-1])
+        assert score(plan)["score"] == pytest.approx(predicted(rates[-1], plan).speedup)
     assert len(set(rates)) > 2
     assert score(LayerPlan.skipping(4))["agreement"] == 1
     assert objectives._agreement._cache_size() == compiled > 0
@@ -314,13 +300,9 @@ def test_few_masks_are_all_tried(deep, tmp_path):
     assert list(found.trials) == ["exhaustive"]
     assert {trial.plan for trial in found.trials["exhaustive"]} == set(MaskSpace(4))
     texts, _ = prepare_texts(deep, PROMPTS, continuations(deep, PROMPTS, 6))
-    score = bench.Agreement(deep, texts, COSTS, by_speedup=False)
-    rates = {plan: score(plan)["score"] for plan in MaskSpace(4)}
-    best = max(predicted(rate, plan).speedup for plan, rate in rates.items())
+    score = bench.Agreement(deep, texts, COSTS)
+    best = max(predicted(score(plan)["agreement"], plan).speedup for plan in MaskSpace(4))
     assert found.best.score == pytest.approx(best)
-    fixed = run(deep, tmp_path / "fixed", trials=100, skip_ratio=0.25)
-    assert len(fixed.trials["exhaustive"]) == 6
-    assert fixed.best.score == max(rates[plan] for plan in MaskSpace(4, skip_ratio=0.25))
 
 
 @pytest.mark.usefixtures("known_costs")
@@ -328,9 +310,9 @@ def test_a_log_of_another_search_is_refused(deep, tmp_path):
     log = tmp_path / "log"
     run(deep, log, trials=2, random=True)
     with pytest.raises(
-        ValueError, match=r"log belongs to another search: its skip ratio is not set, now 0\.25;.*"
+        ValueError, match=r"log belongs to another search: its keep first last is True, now False;.*"
     ):
-        run(deep, log, trials=2, skip_ratio=0.25)
+        run(deep, log, trials=2, keep_first_last=False)
     with pytest.raises(ValueError, match=r"its prompts is '\w+', now"):
         search(deep, PROMPTS[:1], SearchOptions(max_new_tokens=6), log)
     other = LanguageModel(DEEP, tiny.params(DEEP, seed=6))
@@ -346,42 +328,9 @@ def test_a_log_of_another_search_is_refused(deep, tmp_path):
         run(deep, tmp_path / "nowhere" / "log", trials=1)
 
 
-@pytest.mark.full
-def test_speed_is_measured_beside_plain_decoding(deep, tmp_path, monkeypatch):
-    compiled, calls = [], []
-    generate = deep.generate
-    monkeypatch.setattr(
-        deep,
-        "generate",
-        lambda prompt, **options: calls.append(options["method"]) or generate(prompt, **options),
-    )
-
-    def watch(*told):
-        compiled.append(deep.executables.num_compilations)
-
-    found = run(deep, tmp_path / "log", watch, objective="speed", trials=3)
-    assert list(found.trials) == ["bayesian"]
-    assert len(set(compiled)) == 1
-    plans = [np.asarray(call.plan) if call != "autoregressive" else None for call in calls]
-    turns = [plans[at : at + 2] for at in range(0, len(plans), 2)]
-    warm = len(PROMPTS) + 1  # the warm-up ends with the first prompt again
-    assert len(turns) == warm + 3 * len(PROMPTS)
-    assert all((first is None) != (second is None) for first, second in turns)
-    assert {first is None for first, _ in turns} == {True, False}
-    for trial, mine in zip(found.trials["bayesian"], turns[warm :: len(PROMPTS)], strict=True):
-        assert any(plan is not None and (plan == trial.plan.traced()).all() for plan in mine)
-        measured = trial.measured
-        assert trial.score == measured["score"] > 0
-        assert min(measured["tokens_per_second"], measured["plain_tokens_per_second"]) > 0
-        assert 0 <= measured["draft_acceptance_rate"] <= 1
-    both = run(deep, tmp_path / "both", objective="speed", trials=2, compare_random=True)
-    assert list(both.trials) == ["bayesian", "random"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objective": "beauty"}, "unknown objective 'beauty'; give one of agreement, speed"),
         ({"trials": 0}, "trials is 0; give at least 1"),
         ({"seed": -1}, "seed is -1"),
     ],
@@ -468,8 +417,7 @@ def test_an_interrupted_command_leaves_the_best_so_far(model, tmp_path, capfd, m
     assert not (tmp_path / "other.json").exists()
 
 
-@pytest.mark.parametrize("objective", ["agreement", "speed"])
-def test_the_table_fits_80_columns(objective, capsys, monkeypatch):
+def test_the_table_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     entry = {
         "trials": 200,
@@ -478,13 +426,11 @@ def test_the_table_fits_80_columns(objective, capsys, monkeypatch):
         "predicted_speedup": 1.2,
         "seconds": 6000.0,
     }
-    entry |= {"skip_attention": list(range(12)), "skip_mlp": list(range(12)), "tokens_per_second": 1234.5}
-    entry |= {"score": 1.2, "search": "exhaustive"}
+    entry |= {"skip_attention": list(range(12)), "skip_mlp": list(range(12)), "search": "exhaustive"}
     report = {
         "model": "large",
         "dtype": "float32",
         "device": "cpu",
-        "objective": objective,
         "num_masks": 2**20,
     }
     show(report | {"searches": [entry, entry], "best": entry, "output": "x"}, False, _parts)
@@ -498,7 +444,6 @@ def test_the_table_fits_80_columns(objective, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--skip-ratio", "0.9"), "--skip-ratio 0.9 skips 7 of 8 sublayers"),
         (("--trials", "0"), "--trials is 0"),
         (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
         (("--max-new-tokens", "600"), r"prompt.txt \(\d+ tokens\) and --max-new-tokens \(600\) exceed"),

@@ -30,7 +30,7 @@ LINES = {
     "host": 698,
     "io": 4195,
     "loading": 494,
-    "measuring": 5899,
+    "measuring": 5844,
     "methods": 1518,
     "model": 2168,
     "programs": 1063,

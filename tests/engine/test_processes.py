@@ -343,11 +343,7 @@ out = Path(folder) / number
 ngram, given, read = MethodsOptions("ngram"), {"prompt_file": (prompt,), "json": True}, PromptOptions((prompt,))
 
 
-def searched(name, **changes):
-    sought = SearchOptions(trials=2, keep_first_last=False, random=True, max_new_tokens=4, **changes)
-    return Search(output=str(out / name), search=sought, prompts=read, json=True)
-
-
+sought = SearchOptions(trials=2, keep_first_last=False, random=True, max_new_tokens=4)
 commands = {
     "compare": Compare(prompt="Once", max_new_tokens=4, repeats=1, compared=ngram, json=True),
     "bench": Bench(
@@ -362,8 +358,7 @@ commands = {
         json=True,
     ),
     "vocab": Vocab(generate=True, max_new_tokens=4, output=str(out / "vocab"), **given),
-    "speed": searched("speed", objective="speed"),
-    "agreement": searched("agreement"),
+    "agreement": Search(output=str(out / "agreement"), search=sought, prompts=read, json=True),
     "inspect": Inspect(prompts=("Once",), max_new_tokens=2, json=True),
 }
 found = {}
@@ -391,8 +386,8 @@ distributed.leave(0)
             "asd vocab bench/records.jsonl bench/report.json bench/report.html",
         ),
         pytest.param(
-            "speed agreement inspect",
-            "speed speed.trials.jsonl agreement agreement.trials.jsonl",
+            "agreement inspect",
+            "agreement agreement.trials.jsonl",
             marks=pytest.mark.slow,
         ),
     ],

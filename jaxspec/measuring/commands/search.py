@@ -69,8 +69,7 @@ class Search:
                 write_plan(output, lm.fingerprint, found.best.plan, found_by(found, options))
         result = report(lm, found, options) | {"output": str(output)}
         show(result, self.json, _parts)
-        best = result["best"]
-        speedup = best["score"] if options.objective == "speed" else best["predicted_speedup"]
+        speedup = result["best"]["predicted_speedup"]
         if speedup < 1:
             tell(f"warning: with every mask tried, drafts are slower than plain decoding ({speedup:.2f}×)")
         if found.interrupted:
@@ -81,18 +80,14 @@ class Search:
 
 def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
     yield f"{report['model']}, {report['dtype']}, {report['device']}; {report['num_masks']:,.4g} masks"
-    by_speed = report["objective"] == "speed"
     headings = ["search", "masks tried", "seconds", "skips attention + MLP"]
-    headings += ["tokens/s", "speed-up"] if by_speed else ["agreement", "draft tokens", "predicted speed-up"]
+    headings += ["agreement", "draft tokens", "predicted speed-up"]
     rows = []
     for entry in report["searches"]:
-        if by_speed:
-            worth = [f"{entry['tokens_per_second']:.1f}", f"{entry['score']:.2f}"]
-        else:
-            worth = [f"{entry['agreement']:.3f}", str(entry["num_draft_tokens"])]
-            worth += [f"{entry['predicted_speedup']:.2f}"]
         skipped = f"{len(entry['skip_attention'])} + {len(entry['skip_mlp'])}"
-        rows.append([entry["search"], str(entry["trials"]), f"{entry['seconds']:.0f}", skipped, *worth])
+        row = [entry["search"], str(entry["trials"]), f"{entry['seconds']:.0f}", skipped]
+        row += [f"{entry['agreement']:.3f}", str(entry["num_draft_tokens"])]
+        rows.append([*row, f"{entry['predicted_speedup']:.2f}"])
     yield Table(headings, rows)
     for name, key in (("attention", "skip_attention"), ("MLP", "skip_mlp")):
         layers = ", ".join(map(str, report["best"][key])) or "none"

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.measuring.line_log import LineLog
 from jaxspec.measuring.tuning.masks import MaskSpace
-from jaxspec.measuring.tuning.objectives import Agreement, Speed
+from jaxspec.measuring.tuning.objectives import Agreement
 from jaxspec.measuring.tuning.proposals import Proposer, propose_bayesian, propose_random
 from jaxspec.measuring.tuning.round_costs import Costs, measure_costs
 from jaxspec.measuring.tuning.texts import continuations, prepare_texts
@@ -58,7 +57,7 @@ class Search:
         by two strategies counts only for the first.
       budget: the number of different masks that each strategy tries.
       interrupted: whether the search ended early.
-      costs: costs of the parts of a round; None if speed was measured.
+      costs: costs of the parts of a round; None if the search ended before they were measured.
     """
 
     trials: dict[str, list[Trial]]
@@ -114,7 +113,7 @@ def search(
       log: the log file of trials.
       resume: whether to continue the log; otherwise it starts empty.
       costs: costs of the parts of a round, e.g. from another search that is compared with this one; None to measure
-        them if the objective is agreement.
+        them.
       on_progress: called with a description of the current step.
       on_trial: called after each trial.
 
@@ -123,7 +122,7 @@ def search(
       OSError: the log cannot be written.
       KeyboardInterrupt: interrupted before the first trial.
     """
-    space = MaskSpace(lm.config.num_layers, options.keep_first_last, options.skip_ratio)
+    space = MaskSpace(lm.config.num_layers, options.keep_first_last)
     record = LineLog(log, _header(lm, prompts, options), of="search", resume=resume)
     budget = min(options.trials, space.size)
     kinds = _kinds(options, space)
@@ -131,7 +130,7 @@ def search(
     trials = {kind: found.trials(kind) for kind in kinds}
     seconds = {kind: found.seconds(kind) for kind in kinds}
     interrupted = False
-    if costs is not None and found.costs is None and options.objective == "agreement":
+    if costs is not None and found.costs is None:
         found.add_costs(costs)
     try:
         evaluate: Callable[[LayerPlan], dict[str, Any]] | None = None
@@ -165,29 +164,21 @@ def search(
 def _kinds(options: SearchOptions, space: MaskSpace) -> tuple[str, ...]:
     if space.size <= options.trials:
         return ("exhaustive",)
-    if options.random:
-        return ("random",)
-    # With agreement, the random baseline costs only seconds.
-    compare = options.objective == "agreement" or options.compare_random
-    return ("bayesian", "random") if compare else ("bayesian",)
+    # The random baseline costs only seconds.
+    return ("random",) if options.random else ("bayesian", "random")
 
 
 def _header(lm: LanguageModel, prompts: Sequence[Sequence[int]], options: SearchOptions) -> dict[str, Any]:
     """The inputs that every trial depends on."""
-    # Earlier versions measured speeds relative to `auto`; a log of theirs has no baseline.
-    baseline = {"baseline": "autoregressive"} if options.objective == "speed" else {}
     return {
         "format": FORMAT,
         "model": lm.fingerprint,
         "dtype": lm.precision,
         "device": lm.device_kind,
-        "objective": options.objective,
-        "skip_ratio": options.skip_ratio,
         "keep_first_last": options.keep_first_last,
         "max_new_tokens": options.tokens,
         "seed": options.seed,
         "prompts": hashlib.sha256(json.dumps([list(prompt) for prompt in prompts]).encode()).hexdigest()[:16],
-        **baseline,
     }
 
 
@@ -257,11 +248,6 @@ def _evaluator(
     record: _Record,
     on_progress: OnProgress,
 ) -> Callable[[LayerPlan], dict[str, Any]]:
-    if options.objective == "speed":
-        on_progress("compiling")
-        plain = DraftVerify(lm.config, LayerPlan.skipping(lm.config.num_layers).traced())
-        speed = Speed(lm, prompts, options.tokens, plain)
-        return lambda plan: speed(DraftVerify(lm.config, plan.traced()))
     on_progress("generating the model's own text")
     texts, _ = prepare_texts(lm, prompts, continuations(lm, prompts, options.tokens, on_progress))
     costs = record.costs
@@ -269,7 +255,7 @@ def _evaluator(
         costs = measure_costs(lm, on_progress=on_progress)
         record.add_costs(costs)
     on_progress("compiling")
-    return Agreement(lm, texts, costs, by_speedup=options.skip_ratio is None)
+    return Agreement(lm, texts, costs)
 
 
 def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str, Any]:
@@ -277,11 +263,11 @@ def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str
 
     Returns:
       `model`, `device`, `dtype`, the options, `num_masks` (the size of the search space), `budget`, `interrupted`,
-      `costs` (see `round_costs.Costs`, None for measured speed); `searches`, each with `search` (bayesian, random,
+      `costs` (see `round_costs.Costs`); `searches`, each with `search` (bayesian, random,
       exhaustive), `trials`, `seconds`, `best_trial` (1-based), and its `skip_attention`, `skip_mlp`, `score` and
       the figures behind the score; `best`, the best of them.
     """
-    space = MaskSpace(lm.config.num_layers, options.keep_first_last, options.skip_ratio)
+    space = MaskSpace(lm.config.num_layers, options.keep_first_last)
     return {
         "model": lm.name,
         "device": lm.device_kind,
@@ -309,8 +295,11 @@ def found_by(found: Search, options: SearchOptions) -> dict[str, Any]:
 
 
 def _chosen(options: SearchOptions) -> dict[str, Any]:
-    names = ("objective", "skip_ratio", "keep_first_last", "seed")
-    return {name: getattr(options, name) for name in names} | {"max_new_tokens": options.tokens}
+    return {
+        "keep_first_last": options.keep_first_last,
+        "seed": options.seed,
+        "max_new_tokens": options.tokens,
+    }
 
 
 def _entry(found: Search, kind: str) -> dict[str, Any]:

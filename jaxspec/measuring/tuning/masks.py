@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -17,41 +16,24 @@ class MaskSpace:
     """Masks of a model's 2L sublayers that skip at least one sublayer and run at least one.
 
     A search moves in the box (0, 1)^n over the n free sublayers, in the order attention, MLP of each layer.
-    A coordinate above .5 skips its sublayer, as in Draft & Verify (Zhang et al. 2023, §3.2). With a skip ratio,
-    the sublayers with the highest coordinates are skipped, as in SWIFT (Xia et al. 2024).
+    A coordinate above .5 skips its sublayer, as in Draft & Verify (Zhang et al. 2023, §3.2).
 
     Attributes:
       num_layers: L.
       keep_first_last: whether both sublayers of the first and the last layer always run.
-      skip_ratio: the share of all 2L sublayers that every mask skips, rounded to a whole number of sublayers; None
-        for any number.
 
     Raises:
-      ValueError: no sublayer is free, or the skip ratio is outside its range.
+      ValueError: no sublayer is free.
     """
 
     num_layers: int
     keep_first_last: bool = True
-    skip_ratio: float | None = None
 
     def __post_init__(self) -> None:
         if not len(self.free):
             raise ValueError(
                 f"the model has {self.num_layers} layers, and the first and the last are kept: no layer is left "
                 "to skip; add keep_first_last=False"
-            )
-        if self.skip_ratio is None:
-            return
-        if not 0 < self.skip_ratio < 1:
-            raise ValueError(f"skip_ratio is {self.skip_ratio}; give a share between 0 and 1")
-        most = min(len(self.free), 2 * self.num_layers - 1)
-        if not 1 <= self._num_skipped <= most:
-            many = self.keep_first_last and self._num_skipped > most
-            hint = ", or add keep_first_last=False" if many else ""
-            raise ValueError(
-                f"skip_ratio={self.skip_ratio} skips {self._num_skipped} of {2 * self.num_layers} sublayers; "
-                f"1 to {most} can be skipped: give {1 / (2 * self.num_layers):.2g} to "
-                f"{most / (2 * self.num_layers):.2g}{hint}"
             )
 
     @property
@@ -64,23 +46,13 @@ class MaskSpace:
     def size(self) -> int:
         """The number of masks."""
         free = len(self.free)
-        if self.skip_ratio is not None:
-            return math.comb(free, self._num_skipped)
         count: int = 2**free - 1 - (free == 2 * self.num_layers)
         return count
-
-    @property
-    def _num_skipped(self) -> int:
-        assert self.skip_ratio is not None
-        return round(self.skip_ratio * 2 * self.num_layers)
 
     def nearest(self, point: np.ndarray) -> LayerPlan:
         """The mask of a point float[n] of the box."""
         falling = np.argsort(-point, kind="stable")
-        if self.skip_ratio is not None:
-            many = self._num_skipped
-        else:
-            many = min(max(int((point > 0.5).sum()), 1), 2 * self.num_layers - 1)
+        many = min(max(int((point > 0.5).sum()), 1), 2 * self.num_layers - 1)
         return self._plan(self.free[falling[:many]])
 
     def corner(self, plan: LayerPlan) -> np.ndarray:
@@ -89,22 +61,15 @@ class MaskSpace:
         return corner
 
     def neighbour(self, plan: LayerPlan, moves: int, rng: np.random.Generator) -> LayerPlan:
-        """A random mask at most `moves` moves away; a move flips one sublayer, or with a skip ratio swaps two."""
+        """A random mask at most `moves` moves away; a move flips one sublayer."""
         corner = self.corner(plan)
         for _ in range(moves):
-            if self.skip_ratio is None:
-                at = rng.integers(len(corner))
-                corner[at] = 1 - corner[at]
-            elif 0 < corner.sum() < len(corner):
-                leaves, enters = (rng.choice(np.flatnonzero(corner == value)) for value in (1, 0))
-                corner[leaves], corner[enters] = 0, 1
+            at = rng.integers(len(corner))
+            corner[at] = 1 - corner[at]
         return self.nearest(corner)
 
     def __iter__(self) -> Iterator[LayerPlan]:
         """Yields every mask once, in a fixed order."""
-        if self.skip_ratio is not None:
-            yield from map(self._plan, itertools.combinations(self.free, self._num_skipped))
-            return
         for choice in itertools.product((False, True), repeat=len(self.free)):
             if 0 < sum(choice) < 2 * self.num_layers:
                 yield self._plan(self.free[list(choice)])

@@ -23,17 +23,18 @@ _agreement = jax.jit(agreement, static_argnames="config")
 
 
 class Agreement:
-    """Scores a mask by one parallel pass, see `tuning.agreement`, with one executable for all masks.
+    """Scores a mask by its predicted speed-up, from one parallel pass, see `tuning.agreement`.
+
+    One executable serves all masks.
 
     Args:
       lm: the model.
       texts: the model's own texts.
       costs: costs of the parts of a round.
-      by_speedup: score by the predicted speed-up, for masks of different cost; otherwise by the agreement alone.
     """
 
-    def __init__(self, lm: LanguageModel, texts: AgreementTexts, costs: Costs, by_speedup: bool) -> None:
-        self._lm, self._texts, self._costs, self._by_speedup = lm, texts, costs, by_speedup
+    def __init__(self, lm: LanguageModel, texts: AgreementTexts, costs: Costs) -> None:
+        self._lm, self._texts, self._costs = lm, texts, costs
         self(LayerPlan.skipping(lm.config.num_layers))  # compiles
 
     def __call__(self, plan: LayerPlan) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class Agreement:
         plain, round_ms = self._costs.verify_ms[0][1], functools.partial(self._costs.round_ms, plan)
         predicted = predicted_speedup(rate, plain, round_ms)
         return {
-            "score": predicted.speedup if self._by_speedup else rate,
+            "score": predicted.speedup,
             "agreement": rate,
             "predicted_speedup": predicted.speedup,
             "num_draft_tokens": predicted.num_draft_tokens,

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from jaxspec.measuring.bench.suite_options import Chat, check_budget, check_count
-
-Objective = Literal["agreement", "speed"]
-OBJECTIVES: tuple[Objective, ...] = ("agreement", "speed")
-# Tokens generated per prompt. A parallel pass is cheap; 32 is the paper's number for measured speed.
-_TOKENS: dict[Objective, int] = {"agreement": 96, "speed": 32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,32 +12,23 @@ class SearchOptions:
     """Options of a mask search.
 
     Attributes:
-      objective: agreement compares drafts with the model's own text in one pass and weighs the result against
-        their cost; speed measures tokens per second, which takes much longer.
-      skip_ratio: skip exactly this share of all sublayers. Default: the share with the best score.
       keep_first_last: always run the first and the last layer. Default: yes.
       trials: the number of different masks to try.
       random: try masks at random instead.
-      compare_random: with --objective speed, also try as many random masks; agreement always does.
-      max_new_tokens: the number of tokens to generate after each prompt. Default 96, with --objective speed 32.
+      max_new_tokens: the number of tokens to generate after each prompt. Default 96.
       seed: seed of the search.
 
     Raises:
-      ValueError: an unknown objective, or a number outside its range.
+      ValueError: a number is outside its range.
     """
 
-    objective: Objective = "agreement"
-    skip_ratio: float | None = None
     keep_first_last: bool = True
     trials: int = 200
     random: bool = False
-    compare_random: bool = False
     max_new_tokens: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"unknown objective {self.objective!r}; give one of {', '.join(OBJECTIVES)}")
         check_count("trials", self.trials)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}; give a number from 0 to {2**32 - 1}")
@@ -51,7 +36,7 @@ class SearchOptions:
     @property
     def tokens(self) -> int:
         """Tokens generated per prompt."""
-        return self.max_new_tokens if self.max_new_tokens is not None else _TOKENS[self.objective]
+        return 96 if self.max_new_tokens is None else self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
