@@ -171,8 +171,6 @@ class AdaptiveGamma:
       alpha: α, the target acceptance rate.
       beta1, beta2: the decay factors of AR and of γ.
       epsilon: ε.
-      full_length: None for the rule of the paper. K for the rule of the authors' code, which differs in two points: it
-        tests AR < α, and it leaves γ unchanged if AR ≥ α and all K tokens were drafted.
 
     Examples:
       >>> gamma = AdaptiveGamma(first=0.5)
@@ -186,7 +184,6 @@ class AdaptiveGamma:
     beta1: jax.Array | float = 0.5
     beta2: jax.Array | float = 0.9
     epsilon: jax.Array | float = 0.01
-    full_length: jax.Array | int | None = None
 
     def init(self, batch_size: int) -> GammaState:
         """Returns the state of a new text: γ0, and an acceptance rate of 0."""
@@ -202,11 +199,7 @@ class AdaptiveGamma:
         gamma, rate = state
         newest = outcome.accepted / jnp.maximum(outcome.drafted, 1)
         moved = self.beta1 * rate + (1 - self.beta1) * newest
-        if self.full_length is None:
-            aim = jnp.where(moved <= self.alpha, gamma + self.epsilon, gamma - self.epsilon)
-        else:
-            lower = jnp.where(outcome.drafted >= self.full_length, gamma, gamma - self.epsilon)
-            aim = jnp.where(moved < self.alpha, gamma + self.epsilon, lower)
+        aim = jnp.where(moved <= self.alpha, gamma + self.epsilon, gamma - self.epsilon)
         # A round without draft tokens has no acceptance rate.
         drafted = outcome.drafted > 0
         aim = self.beta2 * gamma + (1 - self.beta2) * aim

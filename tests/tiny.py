@@ -113,10 +113,9 @@ def probe(width: int = TARGET.hidden_size) -> Probe:
     return Probe(jnp.asarray(direction, jnp.float32), jnp.float32(0.2), jnp.float32(1e-5))
 
 
-def gamma(first: float | jax.Array, most: int | None = None) -> AdaptiveGamma:
-    """Returns the adaptive γ of the paper, or of its code, with larger steps so that a short text changes it."""
-    numbers = map(jnp.float32, (first, 0.5, 0.3, 0.5, 0.2))
-    return AdaptiveGamma(*numbers, full_length=None if most is None else jnp.int32(most))
+def gamma(first: float | jax.Array) -> AdaptiveGamma:
+    """Returns the adaptive γ of the paper with larger steps, so that a short text changes it."""
+    return AdaptiveGamma(*map(jnp.float32, (first, 0.5, 0.3, 0.5, 0.2)))
 
 
 # The choices of the families that Llama does not have, in few blocks. Values by layer are repeated.
@@ -190,7 +189,7 @@ RULES: dict[str, Callable[[int], Any]] = {
     "adaptive": lambda width: AdaptiveLength(*map(jnp.int32, (2, 2, 1, K))),
     "any_of": lambda width: AnyOf((ConfidenceBelow(gamma(0.2)), RULES["adaptive"](width))),
     "product": lambda width: ProductBelow(gamma(0.3)),
-    "probe": lambda width: ProductBelow(gamma(0.3, K), probe(width)),
+    "probe": lambda width: ProductBelow(gamma(0.3), probe(width)),
 }
 REFERENCE = np.array([*range(13), BREAK, 4, 4, 9, 1, 7, 2, 2, 5, BREAK, BREAK], np.int32)
 
@@ -229,15 +228,6 @@ class Case:
     def rules(self) -> tuple[str, ...]:
         """The stop rules with which it is tested; `-` for none."""
         return tuple(RULES) if self.has_rule else ("-",)
-
-
-def _ngram(match: str = "latest", **changes: Any) -> Case:
-    return Case(
-        lambda config, rule: (NGram(match=match, num_draft_tokens=K), None),
-        family="ngram",
-        has_rule=False,
-        **changes,
-    )
 
 
 def suffix(**changes: Any) -> Suffix:
@@ -573,7 +563,7 @@ def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **chan
     return Case(made, **changes)
 
 
-_random = functools.partial(NGram, match="random", num_draft_tokens=K + 1)
+_ngram = functools.partial(NGram, num_draft_tokens=K + 1)
 INT8_CACHE = dataclasses.replace(TARGET, kv_cache_dtype="int8")
 # A new drafter is one row here. The last one of a family is its usual form.
 DRAFTERS: dict[str, Case] = {
@@ -584,27 +574,26 @@ DRAFTERS: dict[str, Case] = {
         lambda config, rule: (Autoregressive(K), None), family="autoregressive", has_rule=False
     ),
     "grammar": Case(lambda config, rule: (Grammatical(K), None), ("grammar",), "ngram", has_rule=False),
-    "ngram": _ngram(methods=("ngram",)),
-    "ngram-earliest": _ngram("earliest"),
-    "ngram-longest": _ngram("longest"),
-    "ngram-random": _ngram("random"),
+    "ngram": Case(
+        lambda config, rule: (NGram(num_draft_tokens=K), None), ("ngram",), "ngram", has_rule=False
+    ),
     "ngram-reference": _referring(functools.partial(NGram, num_draft_tokens=K), "ngram"),
     "suffix": Case(lambda config, rule: (suffix(), None), ("suffix",), "suffix", has_rule=False),
     "suffix-reference": _referring(suffix, "suffix"),
     "token-recycling-chain": _recycling((-1, 0, 1), (0, 0, 0)),
     "token-recycling": _recycling((-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), methods=("token-recycling",)),
     "hybrid": _hybrid(suffix, _layerskip, "any_of", methods=("hybrid",), config=DEEP),
-    "hybrid-draft-model": _hybrid(_random, _draft_model, "constant"),
+    "hybrid-draft-model": _hybrid(_ngram, _draft_model, "constant"),
     "hybrid-asd": _hybrid(suffix, _asd, "product", config=DEEP),
-    "hybrid-eagle": _hybrid(_random, _eagle, "confidence"),
+    "hybrid-eagle": _hybrid(_ngram, _eagle, "confidence"),
     "hybrid-recycling": _hybrid(suffix, _recycling((-1, -1, 0, 0), (0, 1, 0, 1)).make, "constant"),
-    "hybrid-tree-drawn": _hybrid(_random, _tree(_eagle_vocab, DRAWN).make, "constant"),
+    "hybrid-tree-drawn": _hybrid(_ngram, _tree(_eagle_vocab, DRAWN).make, "constant"),
     "hybrid-tree": _hybrid(suffix, _tree(_eagle).make, "constant"),
     "choosing-heads": _among(_eagle, _eagle3, lookups=(suffix,)),
     "choosing-trees": _among(
-        _tree(_eagle_vocab, DRAWN).make, _layerskip, lookups=(_random,), accept=(0.9, 0.6)
+        _tree(_eagle_vocab, DRAWN).make, _layerskip, lookups=(_ngram,), accept=(0.9, 0.6)
     ),
-    "choosing": _among(_layerskip, _draft_model, lookups=(_random, suffix), methods=("auto",), config=DEEP),
+    "choosing": _among(_layerskip, _draft_model, lookups=(_ngram, suffix), methods=("auto",), config=DEEP),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-exit": Case(
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -11,12 +9,10 @@ from flax import struct
 from jaxspec.drafting.lookup import BREAK, LookupDrafter, committed_text, match_lengths
 from jaxspec.protocol import Proposal, View
 
-Match = Literal["latest", "earliest", "longest", "random"]
-
 
 @struct.dataclass
 class NGram(LookupDrafter):
-    """Finds earlier occurrences of the last n tokens, and proposes the tokens that follow one of them.
+    """Finds earlier occurrences of the last n tokens, and proposes the tokens that follow the latest of them.
 
     The largest n from `ngram_max` down to `ngram_min` with an occurrence decides. Without an occurrence that
     other tokens follow, the round is a plain step.
@@ -24,20 +20,17 @@ class NGram(LookupDrafter):
     Attributes:
       reference: None for prompt lookup, which searches prompt and output. For LLMA int32[R], the only texts that are
         searched, separated by `lookup.BREAK`.
-      match: the choice among several occurrences: the `latest`, the `earliest` (as in transformers), the latest of
-        those with the `longest` continuation (up to K), or a `random` one of those.
       ngram_max, ngram_min: the bounds of n.
       num_draft_tokens: K.
     """
 
     reference: jax.Array | None = None
-    match: Match = struct.field(pytree_node=False, default="latest")
     ngram_max: int = struct.field(pytree_node=False, default=3)
     ngram_min: int = struct.field(pytree_node=False, default=1)
     num_draft_tokens: int = struct.field(pytree_node=False, default=10)
 
     def look_up(self, keys: jax.Array, view: View) -> tuple[Proposal, jax.Array]:
-        """Returns the continuation of the chosen occurrence, and its length as the expected acceptance."""
+        """Returns the continuation of the latest occurrence, and its length as the expected acceptance."""
         batch = view.length.shape[0]
         if self.reference is None:
             text = committed_text(view)
@@ -48,7 +41,7 @@ class NGram(LookupDrafter):
         # The longest match with a continuation decides. The end of the text, which matches itself, has none.
         best = jnp.max(jnp.where(follows > 0, matched, 0), axis=1)
         good = (matched >= best[:, None]) & (follows > 0)
-        end = self._choose(keys, good, follows)
+        end = (text.shape[1] - 1 - jnp.argmax(good[:, ::-1], axis=1)).astype(jnp.int32)
         count = jnp.where(best >= self.ngram_min, jnp.take_along_axis(follows, end[:, None], axis=1)[:, 0], 0)
         columns = jnp.minimum(end[:, None] + 1 + jnp.arange(self.num_draft_tokens)[None], text.shape[1] - 1)
         # Columns past `count` may contain breaks; a proposal's padding must be valid token ids.
@@ -65,18 +58,3 @@ class NGram(LookupDrafter):
             running &= shifted != BREAK
             total += running
         return total
-
-    def _choose(self, keys: jax.Array, good: jax.Array, follows: jax.Array) -> jax.Array:
-        """Returns one of the places where `good` bool[B, N], int32[B]."""
-        size = good.shape[1]
-        if self.match == "earliest":
-            return jnp.argmax(good, axis=1).astype(jnp.int32)
-        if self.match in ("longest", "random"):
-            longest = jnp.max(jnp.where(good, follows, 0), axis=1, keepdims=True)
-            good &= follows == longest
-        if self.match == "random":
-            # The draw must not depend on N, which follows the longest text of the batch.
-            among = jnp.cumsum(good, axis=1)
-            which = jax.vmap(lambda key, many: jax.random.randint(key, (), 0, many))(keys, among[:, -1])
-            return jnp.argmax(among > which[:, None], axis=1).astype(jnp.int32)
-        return (size - 1 - jnp.argmax(good[:, ::-1], axis=1)).astype(jnp.int32)

@@ -88,13 +88,7 @@ class Keywords(TypedDict, total=False):
     explain: bool
     first: Method | str | None
     gamma: float | None
-    gamma_alpha: float | None
-    gamma_beta1: float | None
-    gamma_beta2: float | None
-    gamma_edge: Literal["paper", "code"] | None
-    gamma_epsilon: float | None
     keep_last: int | None
-    match: Literal["latest", "earliest", "longest", "random"] | None
     ngram_max: int | None
     ngram_min: int | None
     no_tree: bool

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from jaxspec.stopping import Estimate, Gamma
 
 StopName = Literal["constant", "confidence", "product", "probe", "adaptive-length"]
-GammaEdge = Literal["paper", "code"]
-# Options of an adaptive γ, options of any γ, and the default γ0 of the rules with a γ.
-_ADAPTIVE = ("gamma_alpha", "gamma_beta1", "gamma_beta2", "gamma_epsilon", "gamma_edge")
-_GAMMA = ("gamma", "adaptive_gamma", *_ADAPTIVE)
+# The default γ0 of the rules with a γ.
 _THRESHOLDS = {"confidence": 0.6, "product": 0.8, "probe": 0.8}
 # Options that only some stop rules read.
-_READ_BY = {**dict.fromkeys(_GAMMA, frozenset(_THRESHOLDS)), "probe": frozenset({"probe"})}
+_READ_BY = {
+    **dict.fromkeys(("gamma", "adaptive_gamma"), frozenset(_THRESHOLDS)),
+    "probe": frozenset({"probe"}),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,6 @@ class ChainMethod(DraftingMethod):
         With several rules, the first one to apply stops the draft.
       gamma: the initial γ of confidence, product and probe, 0 to 1. Default 0.6, for product and probe 0.8.
       adaptive_gamma: adapt γ to the acceptance rate, as in Draft & Verify.
-      gamma_alpha: for adaptive γ, the target acceptance rate. Default 0.9.
-      gamma_beta1: for adaptive γ, the decay of the acceptance rate's average. Default 0.5.
-      gamma_beta2: for adaptive γ, the decay of γ's average. Default 0.9.
-      gamma_epsilon: for adaptive γ, the step size. Default 0.01.
-      gamma_edge: for adaptive γ, the variant: the paper of Draft & Verify, or its authors' code, which keeps γ if
-        enough of a draft of K tokens was accepted. Default paper.
       draft_vocab: draft only the N most frequent tokens of the ranking in the model's directory (made by
         `jaxspec vocab`), or the tokens of a file. The text stays the same; with a large vocabulary a draft costs much
         less. Probabilities of a draft are then among these tokens. Default: the tokens that the draft was trained for,
@@ -67,11 +61,6 @@ class ChainMethod(DraftingMethod):
     stop_rule: tuple[StopName, ...] = ()
     gamma: float | None = None
     adaptive_gamma: bool = True
-    gamma_alpha: float | None = None
-    gamma_beta1: float | None = None
-    gamma_beta2: float | None = None
-    gamma_epsilon: float | None = None
-    gamma_edge: GammaEdge | None = None
     draft_vocab: FilePath | int | None = option(None, metavar="N|FILE")
 
     def __post_init__(self) -> None:
@@ -82,14 +71,8 @@ class ChainMethod(DraftingMethod):
                 f"method {self.name} with stop_rule={','.join(self.rules)} has no option "
                 f"{', '.join(f'`{name}`' for name in sorted(idle))}; leave it out or choose another"
             )
-        for name in ("gamma", "gamma_alpha", "gamma_beta1", "gamma_beta2", "gamma_epsilon"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value}; give a number from 0 to 1")
-        if not self.adaptive_gamma:
-            for name in _ADAPTIVE:
-                if name in self.given:
-                    raise ValueError(f"`{name}` belongs to an adaptive γ; leave out adaptive_gamma=False")
+        if self.gamma is not None and not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}; give a number from 0 to 1")
         if isinstance(self.draft_vocab, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", self.draft_vocab):
             object.__setattr__(self, "draft_vocab", int(self.draft_vocab))  # as a command line has it
 
@@ -126,16 +109,16 @@ class ChainMethod(DraftingMethod):
             if name == "adaptive-length":
                 rules.append(AdaptiveLength(jnp.int32(5), jnp.int32(2), jnp.int32(1), jnp.int32(length)))
             elif name == "confidence":
-                rules.append(ConfidenceBelow(self._gamma(name, length)))
+                rules.append(ConfidenceBelow(self._gamma(name)))
             elif name == "product":
-                rules.append(ProductBelow(self._gamma(name, length)))
+                rules.append(ProductBelow(self._gamma(name)))
             elif name == "probe":
                 if probe is None:
                     raise ValueError(
                         "stop_rule='probe' needs a draft that always exits at one layer or a head that predicts its "
                         "acceptance; choose layerskip, adaspeed, adaspeed-probe or dspark"
                     )
-                rules.append(ProductBelow(self._gamma(name, length), probe()))
+                rules.append(ProductBelow(self._gamma(name), probe()))
         if not rules:
             return Constant(), length
         return rules[0] if len(rules) == 1 else AnyOf(tuple(rules)), length
@@ -194,20 +177,13 @@ class ChainMethod(DraftingMethod):
         ranking = vocabulary_file.read_vocabulary(path, target.fingerprint, target.config.vocab_size)
         return ranking.first(count)
 
-    def _gamma(self, rule: StopName, length: int) -> Gamma:
+    def _gamma(self, rule: StopName) -> Gamma:
         """Makes the γ of a stop rule, fixed or adaptive."""
+        import jax
         import jax.numpy as jnp
 
         from jaxspec.stopping import AdaptiveGamma, FixedGamma
 
-        first = jnp.float32(_THRESHOLDS[rule] if self.gamma is None else self.gamma)
-        if not self.adaptive_gamma:
-            return FixedGamma(first)
-        paper = AdaptiveGamma()
-        constants = {}
-        for name in ("alpha", "beta1", "beta2", "epsilon"):
-            given = getattr(self, f"gamma_{name}")
-            constants[name] = jnp.float32(getattr(paper, name) if given is None else given)
-        return AdaptiveGamma(
-            first, **constants, full_length=jnp.int32(length) if self.gamma_edge == "code" else None
-        )
+        first = _THRESHOLDS[rule] if self.gamma is None else self.gamma
+        gamma = AdaptiveGamma(first) if self.adaptive_gamma else FixedGamma(first)
+        return jax.tree.map(jnp.float32, gamma)

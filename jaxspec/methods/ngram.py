@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Method, option
 from jaxspec.methods.files import read_reference
@@ -12,8 +12,6 @@ from jaxspec.methods.resources import LoadedModel, Resources
 if TYPE_CHECKING:
     from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
-
-Match = Literal["latest", "earliest", "longest", "random"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,20 +23,17 @@ class NGram(DraftingMethod):
     Attributes:
       ngram_max: the longest n-gram to search for. Default 3, with a reference 5.
       ngram_min: the shortest n-gram. Default 1.
-      match: which of several matches to use: latest, earliest, longest (continuation), or random (one of the longest).
-        Default latest.
       reference: text files to search (LLMA) instead of prompt and output.
 
     Examples:
-      >>> NGram(ngram_max=4, match="longest")
-      NGram(ngram_max=4, match='longest')
+      >>> NGram(ngram_max=4)
+      NGram(ngram_max=4)
     """
 
     name: ClassVar[str] = "ngram"
 
     ngram_max: int | None = None
     ngram_min: int | None = None
-    match: Match | None = None
     reference: tuple[str, ...] = option((), metavar="FILE")
 
     @classmethod
@@ -60,7 +55,6 @@ class NGram(DraftingMethod):
             )
         drafter = Drafting(
             reference=reference,
-            match=self.match or "latest",
             ngram_max=longest,
             ngram_min=shortest,
             num_draft_tokens=self.length(10 if reference is None else 20),

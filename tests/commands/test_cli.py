@@ -593,10 +593,6 @@ def test_wrong_models(run, model, tmp_path, kind):
             ["--method", "ngram", "--reference", "."],
             r"\. is a directory, not a file; --reference must be a text",
         ),
-        (
-            ["--method", "adaspeed", "--no-adaptive-gamma", "--gamma-alpha", "0.5"],
-            "leave out --no-adaptive-gamma",
-        ),
         (["--acceptor", "greedy", "--temperature", "1"], "--acceptor greedy needs temperature 0"),
     ],
 )

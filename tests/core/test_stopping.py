@@ -76,49 +76,40 @@ def test_any_of_stops_with_the_first_and_teaches_all():
     assert not AnyOf(()).stop((), signal(9))[0].any()
 
 
-def moved(gamma: float, rate: float, drafted: int, accepted: int, k: int | None) -> tuple[float, float]:
-    """One round of Draft & Verify's update as its paper (`k` None) or its code has it, in plain Python."""
+def moved(gamma: float, rate: float, drafted: int, accepted: int) -> tuple[float, float]:
+    """One round of the update of Draft & Verify's paper, in plain Python."""
     if drafted == 0:
         return gamma, rate
     rate = 0.5 * rate + 0.5 * accepted / drafted
-    if k is None:
-        aim = gamma + 0.01 if rate <= 0.9 else gamma - 0.01
-    elif rate < 0.9:
-        aim = gamma + 0.01
-    elif drafted == k:
-        aim = gamma
-    else:
-        aim = gamma - 0.01
+    aim = gamma + 0.01 if rate <= 0.9 else gamma - 0.01
     return 0.9 * gamma + (1 - 0.9) * aim, rate
 
 
 ROUNDS = st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize("most", [None, 4])
 @settings(max_examples=40, deadline=None)
 @given(drafted=ROUNDS, missed=ROUNDS)
 @example([(4, 4, 3)] * 8, [(0, 1, 0)] * 8)
 @example([(0, 4, 2)] * 5, [(0, 0, 2)] * 5)
-def test_adaptive_gamma_follows_the_acceptance_rate(most, drafted, missed):
-    """Both edges, with the paper's constants; a round without drafts leaves γ and AR as they are."""
-    rule = AdaptiveGamma(full_length=most)
+def test_adaptive_gamma_follows_the_acceptance_rate(drafted, missed):
+    """With the paper's constants; a round without drafts leaves γ and AR as they are."""
+    rule = AdaptiveGamma()
     state, expected = rule.init(B), [(0.6, 0.0)] * B
     for row_drafted, row_missed in zip(drafted, missed, strict=False):
         accepted = [max(d - m, 0) for d, m in zip(row_drafted, row_missed, strict=True)]
         state = rule.observe(state, outcome(row_drafted, accepted))
         rounds = zip(expected, row_drafted, accepted, strict=True)
-        expected = [moved(*before, d, a, most) for before, d, a in rounds]
+        expected = [moved(*before, d, a) for before, d, a in rounds]
     np.testing.assert_allclose(np.transpose(state), expected, rtol=1e-5)
     np.testing.assert_array_equal(rule.value(state), state[0])
 
 
-def test_the_edges_of_adaptive_gamma():
-    """AR = α counts as too low in the paper only; all K drafted and accepted leaves γ in the code only."""
-    for most, expected in ((None, [0.7, 0.5, 0.5]), (4, [0.5, 0.6, 0.5])):
-        rule = AdaptiveGamma(0.6, 0.5, 0.0, 0.0, 0.1, most)
-        state = rule.observe(rule.init(B), outcome([2, 4, 3], [1, 4, 3]))
-        np.testing.assert_allclose(rule.value(state), expected, rtol=1e-6)
+def test_the_edge_of_adaptive_gamma():
+    """AR = α counts as too low."""
+    rule = AdaptiveGamma(0.6, 0.5, 0.0, 0.0, 0.1)
+    state = rule.observe(rule.init(B), outcome([2, 4, 3], [1, 4, 3]))
+    np.testing.assert_allclose(rule.value(state), [0.7, 0.5, 0.5], rtol=1e-6)
 
 
 @pytest.mark.parametrize("make", [ConfidenceBelow, ProductBelow])

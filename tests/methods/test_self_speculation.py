@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import stopping
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import method_files
@@ -64,7 +66,7 @@ def test_each_method_has_its_papers_defaults():
     gamma = asd.rule.gamma
     numbers = [gamma.first, gamma.alpha, gamma.beta1, gamma.beta2, gamma.epsilon]
     assert [float(number) for number in numbers] == pytest.approx([0.6, 0.9, 0.5, 0.9, 0.01])
-    assert (gamma.full_length, asd.num_draft_tokens) == (None, 12)
+    assert asd.num_draft_tokens == 12
     assert (type(skip.rule), skip.num_draft_tokens) == (Constant, 5)
     adaspeed = made("adaspeed", exit_layer=2)
     assert isinstance(adaspeed.rule, ProductBelow)
@@ -74,10 +76,10 @@ def test_each_method_has_its_papers_defaults():
 
 
 def test_any_stop_rule_goes_with_any_draft():
-    rule = made("asd", stop_rule=("product", "adaptive-length"), gamma=0.5, gamma_edge="code").rule
+    rule = made("asd", stop_rule=("product", "adaptive-length"), gamma=0.5).rule
     assert isinstance(rule, AnyOf)
     assert isinstance(rule.rules[0].gamma, AdaptiveGamma)
-    assert int(rule.rules[0].gamma.full_length) == 12
+    assert float(rule.rules[0].gamma.first) == 0.5
     fixed = made("layerskip", stop_rule=("confidence",), adaptive_gamma=False).rule
     assert float(fixed.gamma.gamma) == pytest.approx(0.6)
     assert isinstance(made("adaspeed", stop_rule=("constant",)).rule, Constant)
@@ -94,12 +96,6 @@ def test_any_stop_rule_goes_with_any_draft():
         ("layerskip", {"exit_layer": 0}, "exit_layer is 0; the model has 3 layers, give 1 to 2"),
         ("adaspeed", {"exit_layer": 3}, "exit_layer is 3"),
         ("adaspeed", {"gamma": 1.2}, "gamma is 1.2; give a number from 0 to 1"),
-        ("adaspeed", {"gamma_beta1": -1.0}, "gamma_beta1 is -1.0"),
-        (
-            "adaspeed",
-            {"adaptive_gamma": False, "gamma_alpha": 0.5},
-            "`gamma_alpha` belongs to an adaptive γ",
-        ),
         ("layerskip", {"gamma": 0.5}, "layerskip with stop_rule=constant has no option `gamma`"),
         ("layerskip", {"plan": "x"}, "has no option `plan`"),
         ("asd", {"stop_rule": ("probe",)}, "stop_rule='probe' needs a draft that always exits at one layer"),
@@ -294,15 +290,20 @@ def test_a_static_program_that_fails_to_compile_is_not_tried_again():
 # The γ that a text ends with
 
 
-def ended(**options: Any) -> Any:
-    """Returns a text with a fast-changing γ, which begins at `gamma`, by default 0.0."""
-    numbers = {"gamma_epsilon": 0.4, "gamma_beta2": 0.0, "gamma_alpha": 1.0, "gamma": 0.0}
-    return generate(shared, PROMPTS[2], **{"method": "adaspeed", "exit_layer": 1} | numbers | options)
+def ended(gamma: float = 0.0) -> Any:
+    """Returns a text whose γ begins at `gamma`."""
+    return generate(shared, PROMPTS[2], method="adaspeed", exit_layer=1, gamma=gamma)
+
+
+def quickly(monkeypatch, **numbers: float) -> None:
+    """Gives γ larger steps."""
+    monkeypatch.setattr(stopping, "AdaptiveGamma", functools.partial(AdaptiveGamma, beta2=0.0, **numbers))
 
 
 @pytest.mark.full
-def test_a_text_goes_on_from_the_gamma_that_another_ended_with():
+def test_a_text_goes_on_from_the_gamma_that_another_ended_with(monkeypatch):
     """The result contains γ, which can be passed to the next call; calls are otherwise independent."""
+    quickly(monkeypatch, epsilon=0.4, alpha=1.0)
     first = ended()
     assert first.gamma == 1.0  # clipped: with these numbers γ rises by 0.4 a round
     again = ended(gamma=first.gamma)
@@ -312,15 +313,11 @@ def test_a_text_goes_on_from_the_gamma_that_another_ended_with():
 
 
 @pytest.mark.full
-def test_each_row_has_the_gamma_of_its_own_text():
+def test_each_row_has_the_gamma_of_its_own_text(monkeypatch):
     """Also a refilled row, which begins at the given γ."""
+    quickly(monkeypatch, epsilon=0.05)
     budgets = [14, 1, 3]
-    options: dict[str, Any] = {
-        "method": "adaspeed",
-        "exit_layer": 1,
-        "gamma_epsilon": 0.05,
-        "gamma_beta2": 0.0,
-    }
+    options: dict[str, Any] = {"method": "adaspeed", "exit_layer": 1}
     alone = [
         shared.generate(prompt, max_new_tokens=budget, ignore_eos=True, **options)
         for prompt, budget in zip(PROMPTS, budgets, strict=True)

@@ -56,11 +56,10 @@ def theirs() -> list[list[int]]:
     [
         {"method": "autoregressive"},
         {"method": "ngram"},
-        {"method": "ngram", "match": "earliest"},
         {"method": "draft-model", "draft": str(DRAFT)},
         {"method": "draft-model", "draft_exit": 2, "stop_rule": "confidence"},
     ],
-    ids=["autoregressive", "ngram", "ngram-earliest", "draft-model", "draft-exit"],
+    ids=["autoregressive", "ngram", "draft-model", "draft-exit"],
 )
 def test_greedy_text_is_theirs(options):
     rows = target().generate(OPENINGS, max_new_tokens=BUDGET, temperature=0.0, ignore_eos=True, **options)
