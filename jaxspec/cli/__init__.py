@@ -12,8 +12,6 @@ from typing import Any
 from jaxspec.console import distributed
 from jaxspec.console.environment import defer_linen
 from jaxspec.console.errors import Guard
-from jaxspec.host import stages
-from jaxspec.host.stages import stage
 
 DESCRIPTION = """Lossless speculative decoding of Llama-type models in JAX: the same text, faster.
 
@@ -28,7 +26,7 @@ environment:
                    the model's directory cannot hold them; default: the user's data directory
   JAXSPEC_KERNELS  off: on an NVIDIA GPU, use XLA's programs in place of jaxspec's kernels
   JAXSPEC_API_KEY  the key that requests to jaxspec serve must have
-  JAXSPEC_DEBUG    1 shows the traceback of an error, and at the end the seconds of each stage"""
+  JAXSPEC_DEBUG    1 shows the traceback of an error"""
 
 
 # The module and class of each command, in the order of the help, and whether it reads a `method` with its options, or
@@ -84,18 +82,14 @@ def _run(arguments: list[str], guard: Guard) -> int:
         from jaxspec.cli.train import train
 
         return train(arguments[1:])
-    with stage("reading the command line"):
-        command = _parsed(arguments, guard)
+    command = _parsed(arguments, guard)
     distributed.join(*distributed.options_in(command), "jaxspec", command)
-    with stage("imports"):
-        defer_linen()
-        from jaxspec.programs import compilation_cache, jax_settings
+    defer_linen()
+    from jaxspec.programs import compilation_cache, jax_settings
 
     compilation_cache.enable()
     jax_settings.keep_needed()
     status: int = command.run()
-    if stages.wanted():
-        print(stages.table(), file=sys.stderr)
     return status
 
 

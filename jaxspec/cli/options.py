@@ -13,7 +13,6 @@ from jaxspec.cli.methods import made_of, usual_methods
 from jaxspec.console.distributed import ProcessOptions
 from jaxspec.console.parsing import Positional
 from jaxspec.host.messages import shown
-from jaxspec.host.stages import stage
 from jaxspec.io.tokenizers import chat
 from jaxspec.methods import Method, registry
 from jaxspec.methods.acceptors import AcceptorName
@@ -72,8 +71,7 @@ class ModelOptions(Placement):
         max_model_len: int | None = None,
     ) -> LanguageModel:
         """The model, loaded."""
-        with stage("imports"):
-            from jaxspec.engine.language_model import load
+        from jaxspec.engine.language_model import load
 
         return load(
             self.model,

@@ -21,7 +21,6 @@ from jaxspec.engine.prepare import QUIET_ROUNDS, STREAM_ROUNDS, Preparation
 from jaxspec.host.arguments import whole
 from jaxspec.host.messages import shown
 from jaxspec.host.progress import Progress
-from jaxspec.host.stages import stage
 from jaxspec.io import checkpoint
 from jaxspec.io.hf.peft import read_adapter
 from jaxspec.loading.loading import (
@@ -117,9 +116,8 @@ def load(
         )
     mesh = resolve_mesh(mesh, device)
     with Progress("loading the model"):
-        with stage("configuration"):
-            directory = find_model(model)
-            config = checkpoint.read_config(directory)
+        directory = find_model(model)
+        config = checkpoint.read_config(directory)
         config = dataclasses.replace(config, kv_cache_dtype=kv_cache_dtype)
         if max_model_len is not None:
             if not 3 <= whole("max_model_len", max_model_len) <= config.context_length:
@@ -138,8 +136,7 @@ def load(
             more = sum(leaf.size for leaf in jax.tree.leaves(own)) * wanted.itemsize
             texts = memory.Texts(config, wanted, 1, place_on, bits, adapter_bytes=more)
             memory.check_fits(texts, START_CAPACITY)
-        with stage("tokenizer"):
-            tokenizer = find_tokenizer(directory, chat_template)
+        tokenizer = find_tokenizer(directory, chat_template)
         if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
         if ignored := checkpoint.unapplied_settings(directory):
@@ -148,7 +145,7 @@ def load(
                 RuntimeWarning,
                 stacklevel=2,
             )
-        with needed(), stage("weights"):
+        with needed():
             params, sampled = place_params(directory, config, wanted, place_on, mesh, bits, tokenizer)
             if own is not None:
                 params = with_adapter(config, params, own, place_on, mesh)

@@ -18,9 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.host import stages
 from jaxspec.host.progress import Progress, duration
-from jaxspec.host.stages import stage
 from jaxspec.programs import background, compilation_cache, jax_settings, memory, stored_programs
 from jaxspec.programs.background import Worker
 from jaxspec.programs.compiler_options import compiler_options, kernels, tracing
@@ -104,11 +102,7 @@ class Executables:
 
     def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """Returns `function(*args, **static)`; positional arguments are traced, keyword arguments are static."""
-        program = self.compiled(function, *args, **static)
-        if not stages.wanted():
-            return program(*args)
-        with stage(function.__name__):  # a program runs on after the call has returned
-            return jax.block_until_ready(program(*args))
+        return self.compiled(function, *args, **static)(*args)
 
     def compiled(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any]:
         """Returns the executable for such arguments, compiled if necessary; arrays may be `jax.ShapeDtypeStruct`s."""
@@ -375,8 +369,7 @@ def _activity(function: Any, key: Key) -> str:
 def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
     """Returns the executable for these arguments, stored by an earlier process or else compiled."""
     key = Key(function, args, static)
-    with stage(f"loading {function.__name__}"):
-        stored = key.read()
+    stored = key.read()
     if stored is not None:
         return _Made(stored, loaded=True)
     began = time.perf_counter()
@@ -388,16 +381,15 @@ def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
         with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
             return lowered.compile(compiler_options=compiler_options(args)), lowered.out_info
 
-    with stage(f"compiling {function.__name__}"):
-        names = kernels(args)
-        try:
-            program, out_info = compiled(names)
-        except Exception as error:  # of Pallas, Triton or XLA
-            if not names:
-                raise
-            reason = str(error).strip().partition("\n")[0]
-            _LOG.warning("%s is compiled without the kernels of jaxspec: %s", _named(function), reason)
-            program, out_info = compiled(frozenset())
+    names = kernels(args)
+    try:
+        program, out_info = compiled(names)
+    except Exception as error:  # of Pallas, Triton or XLA
+        if not names:
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        _LOG.warning("%s is compiled without the kernels of jaxspec: %s", _named(function), reason)
+        program, out_info = compiled(frozenset())
     _LOG.info("compiled %s: %s", _described(function, key), duration(time.perf_counter() - began))
     function.clear_cache()  # JAX's, with the traces of all calls; each keeps its program in memory
     key.write(program, out_info)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.host import stages
 from jaxspec.io.tokenizers.chat import ChatTemplate
 
 ROOT = Path(__file__).parents[2]
@@ -89,40 +88,3 @@ def test_a_template_is_rendered_by_either_import_of_transformers(by):
     assert (
         ChatTemplate("{{ messages[0].content }}!").render([{"role": "user", "content": "Hi"}]).text == "Hi!"
     )
-
-
-def test_the_table_is_printed_for_whom_it_is(tmp_path):
-    words = ["generate", "Once", "--model", "small", "--max-new-tokens", "1", "--method", "autoregressive"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAXSPEC_CACHE": str(tmp_path)}
-    environment.pop("JAXSPEC_DEBUG", None)
-    said = [
-        subprocess.run(
-            [sys.executable, "-m", "jaxspec", *words],
-            capture_output=True,
-            text=True,
-            env=environment | debug,
-            check=True,
-        )
-        for debug in ({}, {"JAXSPEC_DEBUG": "1"})
-    ]
-    assert said[0].stdout == said[1].stdout
-    assert "in all" not in said[0].stderr
-    for name in (
-        "imports",
-        "configuration",
-        "tokenizer",
-        "weights",
-        "prefill",
-        "loading prefill",
-        "in all",
-    ):
-        assert f"\n{name} " in f"\n{said[1].stderr}"
-
-
-def test_a_stage_is_counted_without_those_within_it(monkeypatch):
-    now = iter([0.0, 1.0, 4.0, 10.0])
-    monkeypatch.setattr(stages, "_ROWS", {})
-    monkeypatch.setattr(stages.time, "perf_counter", lambda: next(now))
-    with stages.stage("outer"), stages.stage("inner"):
-        pass
-    assert {name: row.seconds for (name, _), row in stages._ROWS.items()} == {"inner": 3.0, "outer": 7.0}

@@ -21,7 +21,6 @@ from typing import Any
 
 from jaxspec.host.files import read_json, read_text
 from jaxspec.host.messages import shown
-from jaxspec.host.stages import stage
 
 # The files that transformers reads, the one with precedence first; the last belongs to its processors.
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
@@ -89,8 +88,7 @@ class ChatTemplate:
             "continue_final_message": go_on,
             "return_assistant_tokens_mask": not (ask or go_on),
         }
-        with stage("chat template"):
-            reply = _render({"messages": list(messages), "arguments": arguments, "seconds": SECONDS})
+        reply = _render({"messages": list(messages), "arguments": arguments, "seconds": SECONDS})
         if "error" in reply:
             raise ValueError(f"the chat template cannot render the conversation: {_line(reply['error'])}")
         return Rendered(reply["text"], tuple((begin, end) for begin, end in reply["answers"]))
