@@ -555,9 +555,10 @@ def _acceptances(path: Path) -> None:
 
 
 def _costs(path: Path) -> None:
-    from jaxspec.io.methods.cost_files import read
+    from jaxspec.host.files import read_json
+    from jaxspec.io.methods.cost_files import parse
 
-    read(path)
+    parse(read_json(path).get("costs"), str(path))
 
 
 def _prices(path: Path) -> None:
@@ -729,7 +730,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
     ),
     "costs": (
         "costs.json",
-        lambda: JSON | _within(lambda one: {"format": "jaxspec.costs/1", "costs": one}, COSTS),
+        lambda: JSON | _within(lambda one: {"costs": one}, COSTS),
         _costs,
     ),
     "prices": ("prices.json", lambda: JSON | dict(changed(PRICES)), _prices),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxspec.engine.model import Model
-from jaxspec.host.user_cache import keep, kept, user_cache
+from jaxspec.host.user_cache import keep, kept
 from jaxspec.methods.resources import FilePath
 from jaxspec.protocol import Drafter
 from jaxspec.texts.results import Result
@@ -42,10 +41,10 @@ def first_accepted(
     """
     if model.tokenizer is None or model.mesh is not None:
         return None
-    file = _file((model.fingerprint, model.precision), Path(path))
-    found = kept(file)
-    if isinstance(found, dict) and isinstance(found.get("first_accepted"), float):
-        return float(found["first_accepted"])
+    key = [model.fingerprint, model.precision, _files(Path(path))]
+    found = kept("heads", key)
+    if isinstance(found, float):
+        return found
     chat = model.tokenizer.has_chat_template
     result = generate(
         _PROMPT,
@@ -57,16 +56,15 @@ def first_accepted(
     )
     counts = result.statistics.acceptance_histogram
     share = float(sum(counts[1 + num_certain :]) / max(1, sum(counts)))
-    keep(file, {"first_accepted": share})
+    keep("heads", key, share)
     return share
 
 
-def _file(model: tuple[str, str], head: Path) -> Path | None:
-    """Returns the file of the result; None without a cache, and for a hub id, whose files are found elsewhere."""
-    cache = user_cache()
-    if cache is None or not head.is_dir():
-        return None
-    found = [(path.name, path.stat()) for path in sorted(head.iterdir()) if path.is_file()]
-    files = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
-    digest = hashlib.sha256(repr((model, files)).encode()).hexdigest()
-    return cache / "heads" / f"{digest[:16]}.json"
+def _files(head: Path) -> list[tuple[str, int, int]]:
+    """Returns names, sizes and times of the files of a head in a directory; the files of a hub id never change."""
+    found = (
+        [(path.name, path.stat()) for path in sorted(head.iterdir()) if path.is_file()]
+        if head.is_dir()
+        else []
+    )
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in found]

@@ -279,12 +279,7 @@ class Model:
     @functools.cached_property
     def step_costs(self) -> StepCosts | None:
         """The measured costs of steps of this model on this kind of device; None if there are no measurements."""
-        key = self._cost_key
-        path = cost_files.path_of(key)
-        try:
-            return None if path is None or not path.is_file() else cost_files.read(path, key)
-        except (OSError, ValueError):
-            return None
+        return cost_files.read(self._cost_key)
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, Any]:

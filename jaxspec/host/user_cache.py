@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -57,17 +59,28 @@ def drop_unused(directory: Path, limit: int | None = None) -> None:
             path.unlink()
 
 
-def kept(path: Path | None) -> Any:
-    """Returns the JSON value of a file in the cache; None if there is no file, or it is damaged."""
+def kept(folder: str, key: Any) -> Any:
+    """Returns the JSON value that was kept for a key; None if there is none, or its file is damaged."""
+    text = json.dumps(key, sort_keys=True)
+    path = _file(folder, text)
     try:
-        return None if path is None else read_json(path)
+        content = {} if path is None else read_json(path)
     except (OSError, ValueError):
         return None
+    return content.get("value") if content.get("key") == text else None
 
 
-def keep(path: Path | None, value: Any) -> None:
-    """Writes a JSON value to a file in the cache. Without a path or if the file cannot be written, nothing is kept."""
+def keep(folder: str, key: Any, value: Any) -> None:
+    """Keeps a JSON value for a key in a folder of the cache. A file that cannot be written is left out."""
+    text = json.dumps(key, sort_keys=True)
+    path = _file(folder, text)
     if path is not None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, value)
+            write_json(path, {"key": text, "value": value})
+
+
+def _file(folder: str, key: str) -> Path | None:
+    cache = user_cache()
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return None if cache is None else cache / folder / f"{digest[:16]}.json"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.host.user_cache import keep, kept, user_cache
+from jaxspec.host.user_cache import keep, kept
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.model.calibration import calibrated
 from jaxspec.model.config import LlamaConfig
@@ -78,15 +78,13 @@ def is_faster() -> bool:
 
     It is measured once per machine and version of jaxlib, and kept in the user's cache directory.
     """
-    version, folder = importlib.metadata.version("jaxlib"), user_cache()
+    version = importlib.metadata.version("jaxlib")
     machine = f"jaxlib {version}, {platform.machine()}, {platform.processor()}, {os.cpu_count()} CPUs"
-    path = None if folder is None else folder / "int8.json"
-    found = kept(path)
-    known = found if isinstance(found, dict) else {}
-    if not isinstance(known.get(machine), bool):
-        known[machine] = _measure()
-        keep(path, known)
-    return bool(known[machine])
+    found = kept("int8", machine)
+    if not isinstance(found, bool):
+        found = _measure()
+        keep("int8", machine, found)
+    return found
 
 
 def _measure() -> bool:

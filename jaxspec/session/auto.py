@@ -37,8 +37,8 @@ class Learnt:
     """
 
     def __init__(self, key: dict[str, Any], keeps: bool) -> None:
-        self._key, self._path = key, auto_file.path_of(key) if keeps else None
-        self.before = auto_file.read(self._path, key)
+        self._key, self._keeps = key, keeps
+        self.before = auto_file.read(key) if keeps else {}
         self._seen, self._changed = dict(self.before), False
 
     def add(self, names: Sequence[str | None], seen: np.ndarray) -> None:
@@ -49,8 +49,8 @@ class Learnt:
 
     def keep(self) -> None:
         """Keeps the counts for the next process, if there are new ones."""
-        if self._path is not None and self._changed:
-            auto_file.write(self._path, self._key, self._seen)
+        if self._keeps and self._changed:
+            auto_file.write(self._key, self._seen)
             self._changed = False
 
 

@@ -287,23 +287,23 @@ def test_counts_are_remembered(tmp_path):
     "changes",
     [
         None,
-        {"format": "jaxspec.auto/2"},
         {"key": 1},
-        {"seen": {"ngram": [[1, 2, 3]]}},
-        {"seen": {"ngram": []}},
-        {"seen": {"ngram": [[-1, 2]]}},
-        {"seen": {"ngram": [[1e999, 2]]}},
-        {"seen": {"ngram": None}},
-        {"seen": [1]},
+        {"value": {"ngram": [[1, 2, 3]]}},
+        {"value": {"ngram": []}},
+        {"value": {"ngram": [[-1, 2]]}},
+        {"value": {"ngram": [[1e999, 2]]}},
+        {"value": {"ngram": None}},
+        {"value": [1]},
     ],
 )
 def test_a_damaged_file_is_no_file(tmp_path, changes):
-    path = tmp_path / "model.json"
-    auto_file.write(path, {}, {"ngram": np.ones((2, 2))})
-    assert auto_file.read(path, {})
-    content = path.read_text(encoding="utf-8")
-    path.write_text(content[:-10] if changes is None else json.dumps(json.loads(content) | changes))
-    assert auto_file.read(path, {}) == {}
+    with caching.user_cache(tmp_path):
+        auto_file.write({}, {"ngram": np.ones((2, 2))})
+        assert auto_file.read({})
+        (path,) = (tmp_path / "auto").iterdir()
+        content = path.read_text(encoding="utf-8")
+        path.write_text(content[:-10] if changes is None else json.dumps(json.loads(content) | changes))
+        assert auto_file.read({}) == {}
 
 
 def test_without_candidates_there_is_plain_decoding(monkeypatch):

@@ -655,11 +655,12 @@ def test_the_measurement_of_a_head_is_kept(model, tmp_path, monkeypatch):
     assert share is not None
     assert 0 <= share <= 1
     (kept,) = (tmp_path / "cache" / "heads").iterdir()
-    kept.write_text('{"first_accepted": 0.125}')
+    another = json.dumps(json.loads(kept.read_text()) | {"value": 0.125})
+    kept.write_text(another)
     assert head_check.first_accepted(model, model.generate, str(head), drafter, params) == 0.125
     kept.write_text("{")  # damaged
     assert head_check.first_accepted(model, model.generate, str(head), drafter, params) == share
-    kept.write_text('{"first_accepted": 0.125}')
+    kept.write_text(another)
     write(head, (eagle3()[0] | {"jaxspec": {"target": "0123"}}, eagle3()[1]))
     assert (
         head_check.first_accepted(model, model.generate, str(head), drafter, params) == share

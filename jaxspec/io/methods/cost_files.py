@@ -6,23 +6,20 @@ A file belongs to one device, model shape, dtype and version of JAX, which it na
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxspec.costs.rounds import StepCosts
-from jaxspec.host.files import read_json, write_json
 from jaxspec.host.messages import shown
 from jaxspec.host.processor import processor
-from jaxspec.host.user_cache import user_cache
+from jaxspec.host.user_cache import keep, kept
 from jaxspec.io.methods.method_files import identity
 from jaxspec.io.records import record
 from jaxspec.model.config import LlamaConfig
 
-FORMAT = "jaxspec.costs/1"
+FORMAT = "jaxspec.costs/2"
 # Config fields that do not affect the costs.
 _TEXT_FIELDS = (
     "bos_token_id",
@@ -51,6 +48,7 @@ def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dic
     shape = {"qk_norm": config.qk_norm, "kv_copies": config.kv_copies} | identity(config)
     shape = {name: value for name, value in shape.items() if name not in _TEXT_FIELDS}
     found: dict[str, Any] = {
+        "format": FORMAT,
         "device": device_kind,
         "platform": platform,
         "dtype": dtype,
@@ -63,48 +61,18 @@ def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dic
     return given
 
 
-def path_of(key: dict[str, Any]) -> Path | None:
-    """Returns the path of a key's cost file; None if there is no user's cache."""
-    cache = user_cache()
-    if cache is None:
+def write(key: dict[str, Any], costs: StepCosts) -> None:
+    """Keeps costs, see `user_cache.keep`."""
+    keep("costs", key, dataclasses.asdict(costs))
+
+
+def read(key: dict[str, Any]) -> StepCosts | None:
+    """Returns the costs of a key; None if there are none, or their file is damaged."""
+    content = kept("costs", key)
+    try:
+        return None if content is None else parse(content, "the file")
+    except ValueError:
         return None
-    return (
-        cache / "costs" / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
-    )
-
-
-def write(path: Path, key: dict[str, Any], costs: StepCosts) -> None:
-    """Writes costs.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"format": FORMAT, "key": key, "costs": dataclasses.asdict(costs)})
-
-
-def read(path: Path, key: dict[str, Any] | None = None) -> StepCosts:
-    """Returns the costs in a file.
-
-    Args:
-      path: the file.
-      key: the expected key; None to accept any, for a file that the user named.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: the file has another format or key, or is damaged; one line.
-    """
-    content = read_json(path)
-    if content.get("format") != FORMAT:
-        raise ValueError(f"{path} has the format {shown(content.get('format'))}, expected {FORMAT!r}")
-    found = content.get("key")
-    if key is not None and found != key:
-        of = found if isinstance(found, dict) else {}
-        other = next((name for name in key if of.get(name) != key[name]), "key")
-        raise ValueError(
-            f"{path} belongs to another {other}: {shown(of.get(other))}, expected {shown(key.get(other))}"
-        )
-    return parse(content.get("costs"), str(path))
 
 
 def parse(content: Any, where: str) -> StepCosts:

@@ -118,7 +118,6 @@ def remembered_step_costs(
     *,
     fresh: bool = False,
     on_progress: OnProgress = lambda step: None,
-    on_warning: Callable[[str], None] = lambda line: None,
 ) -> tuple[StepCosts, bool]:
     """Reads the costs for this device, shape and dtype from the user's cache; measures and saves them if missing.
 
@@ -126,29 +125,20 @@ def remembered_step_costs(
       lm: the model; the values of its weights are not used.
       fresh: whether to measure even if the cache has the costs.
       on_progress: called with a description of the current step.
-      on_warning: called with one line if the file cannot be read or written.
 
     Returns:
       The costs, and whether they were measured now. All processes use the file of the first one.
     """
     key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, lm.precision)
-    path, found = cost_files.path_of(key), None
-    if path is not None and path.is_file() and not fresh and written_here():
-        try:
-            found = cost_files.read(path, key)
-        except (OSError, ValueError) as error:
-            on_warning(f"{error}; the costs are measured again")
+    found = None if fresh or not written_here() else cost_files.read(key)
     if processes.spans_processes(lm.mesh):
         given = json.loads(processes.of_first(json.dumps(found and dataclasses.asdict(found))))
         found = None if given is None else cost_files.parse(given, "process 0")
     if found is not None:
         return dataclasses.replace(found, model=lm.name), False
     costs = step_costs(lm, on_progress=on_progress)
-    if path is not None and written_here():
-        try:
-            cost_files.write(path, key, costs)
-        except OSError as error:
-            on_warning(f"the costs cannot be kept: {error}")
+    if written_here():
+        cost_files.write(key, costs)
     return costs, True
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.tables import Table
-from jaxspec.console.terminal import tell
 from jaxspec.host.progress import Progress
 from jaxspec.measuring.bench.suite_options import check_count
 from jaxspec.measuring.output import show
@@ -103,16 +102,12 @@ class Profile:
         from jaxspec.measuring.bench.device_profile import language_model
         from jaxspec.measuring.bench.step_costs import remembered_step_costs
 
-        given, warnings = self.model, list[str]()
+        given = self.model
         with Progress() as progress:
             progress("loading the model")
             where = (given.dtype, given.device, given.mesh, given.weights, given.kv_cache_dtype)
             lm = language_model(given.model, self.shape, *where)
-            costs, measured = remembered_step_costs(
-                lm, fresh=self.fresh, on_progress=progress, on_warning=warnings.append
-            )
-        for line in warnings:
-            tell(f"warning: {line}")
+            costs, measured = remembered_step_costs(lm, fresh=self.fresh, on_progress=progress)
         table = speedup_table(costs, kinds(costs.num_layers), batch=self.batch or 1)
         return {
             "measured_now": measured,
