@@ -3,7 +3,7 @@
 Nothing is decoded. A synthetic text has, at each of its places and for each candidate, the number of draft tokens in a
 row that would be accepted, and whether a draft would be found. So any candidate can be played from any place. `auto` is
 `ChoiceRule`, as the compiled loop runs it, for all texts at once. The price of a round comes from a device on paper, or
-from `jaxspec profile --costs --json`. A batch is one text.
+from `jaxspec profile --json`. A batch is one text.
 
 Kinds of texts: `stationary` (each text has acceptances of its own, all along), `drifting` (they walk), `adversarial`
 (after 24 to 64 tokens the candidate that was the best becomes the worst, and others change), `hopeless` (no draft is
@@ -68,7 +68,7 @@ class Options:
       tokens: of each text.
       device_model: on paper, see `jaxspec profile`.
       shape: of the target.
-      costs: a file with what `jaxspec profile --costs --json` printed, instead of a device on paper.
+      costs: a file with what `jaxspec profile --json` printed, instead of a device on paper.
       seed: of texts.
     """
 

@@ -143,7 +143,7 @@ class _Output:
                 print(explained(self._result), file=sys.stderr)
                 if self._lm.step_costs is None:
                     print(
-                        "costs are estimated from sizes; `jaxspec profile --costs` measures them",
+                        "costs are estimated from sizes; `jaxspec profile` measures them",
                         file=sys.stderr,
                     )
         return 0

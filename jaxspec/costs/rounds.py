@@ -6,7 +6,7 @@ A round of K draft tokens takes
 
 where step(rows, layers, live length, batch) is interpolated in a table, `StepCosts`. The table has four sources:
 
-- measured: `bench.step_costs`, which `jaxspec profile --costs` runs
+- measured: `bench.step_costs`, which `jaxspec profile` runs
 - guessed: `guessed`, for a device without measurements
 - the bytes of a model's weights: `methods.base.read_costs`, where further rows are free
 - a device's published figures: `aot.roofline`

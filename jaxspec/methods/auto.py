@@ -32,7 +32,7 @@ class Auto(DraftingMethod):
     """Chooses the drafting method and the draft length in each round: the fastest expected, or plain decoding.
 
     The choice is made inside the compiled loop, from the drafts accepted so far in each text, and from prices and
-    expected acceptances that do not change within a process. `jaxspec profile --costs` measures the costs of steps;
+    expected acceptances that do not change within a process. `jaxspec profile` measures the costs of steps;
     otherwise they are estimated from sizes. Acceptances come from `jaxspec tune --method auto` and from earlier texts,
     which are kept in the user's cache directory. Rejected drafts cost a text at most a small share of its time.
 

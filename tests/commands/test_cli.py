@@ -394,39 +394,6 @@ def test_compare_shows_texts_that_differ():
     assert _texts([plain | {"text": None}]) == []
 
 
-def test_profile(run, monkeypatch):
-    from jaxspec.measuring.bench import device_profile as home
-
-    report = {
-        "model": "1b",
-        "dtype": "bfloat16",
-        "device": "x",
-        "floor_ms": 1.0,
-        "step_ms": {"1": 2.0, "2": 3.0},
-    }
-    report |= {
-        "floor_fraction": 0.5,
-        "capacity_ratio": 1.01,
-        "tree_ratio": 1.02,
-        "traced_tree_ratio": 1.03,
-        "live_token_us": 3.14,
-        "live_token_floor_us": 1.7,
-        "prefill_tokens_per_second": 9.0,
-        "compile_ms": 8.0,
-    }
-
-    def profile(model, shape, dtype, device, mesh, *, weights, kv_cache_dtype, on_progress):
-        on_progress("compiling")
-        return report | {"model": shape, "dtype": dtype}
-
-    monkeypatch.setattr(home, "profile", profile)
-    arguments = ("profile", "--shape", "1b", "--dtype", "bfloat16")
-    assert run(*arguments, "--json") == (0, json.dumps(report) + "\n", "")
-    status, out, _ = run(*arguments)
-    assert status == 0
-    assert "2.000 ms" in out
-
-
 # Conversion
 
 

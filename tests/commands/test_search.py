@@ -20,7 +20,6 @@ from jaxspec.costs.rounds import LONGEST, Prediction, StepCosts, predicted_speed
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan
-from jaxspec.measuring.bench import device_profile as bench_profile
 from jaxspec.measuring.commands.search import _parts
 from jaxspec.measuring.output import show
 from jaxspec.measuring.tuning import mask_search as bench
@@ -219,18 +218,6 @@ def test_texts_are_counted_as_they_come(deep):
     assert texts == [row.tokens for row in written]
     total = len(PROMPTS)
     assert told == [f"generating the model's own text: {n} of {total} texts" for n in range(1, total + 1)]
-
-
-@pytest.mark.full
-def test_a_profile_says_how_far_it_is(monkeypatch):
-    told = []
-    lm = LanguageModel(tiny.SMALL, tiny.params(tiny.SMALL))
-    monkeypatch.setattr(bench_profile, "language_model", lambda *_: lm)
-    bench_profile.profile(repeats=1, on_progress=told.append)
-    assert [what for what in told if "row counts" in what] == [
-        f"compiling the loop of {rows} rows: row counts {n} of 4" for n, rows in ((2, 2), (3, 5), (4, 9))
-    ]
-    assert told[-1] == "timing, turn 1 of 1"
 
 
 # The search

@@ -27,8 +27,9 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
 from jaxspec.measuring.aot.accelerators import ACCELERATORS
 from jaxspec.measuring.aot.roofline import EXCHANGE_US, needed_gb, report, roofline, usual, weights
+from jaxspec.measuring.bench import device_profile
 from jaxspec.measuring.bench import step_costs as measuring
-from jaxspec.measuring.bench.device_profile import SHAPES
+from jaxspec.measuring.bench.device_profile import SHAPES, floor_ms
 from jaxspec.measuring.commands.profile import Profile
 from jaxspec.methods import Eagle3, LoadedModel
 from jaxspec.model import llama
@@ -147,6 +148,10 @@ def test_on_a_mesh_one_program_runs_at_a_time(lm):
     measuring._compile(spread, [run] * 8, lambda what: None)
     assert max(most) == 1
     assert len(most) == 8
+
+
+def test_the_floor_is_the_time_of_a_reading(lm):
+    assert 0 < floor_ms(lm) < 1000
 
 
 def test_costs_are_measured_once(lm, measured, tmp_path, monkeypatch):
@@ -349,12 +354,14 @@ def test_the_command_shows_both(capsys, measured, monkeypatch):
         return found, True
 
     monkeypatch.setattr(measuring, "remembered_step_costs", remembered)
-    monkeypatch.setattr("jaxspec.measuring.bench.device_profile.language_model", lambda *_: None)
-    status, out, err = called(capsys, "profile", "--costs", "--json")
+    monkeypatch.setattr(device_profile, "language_model", lambda *_: None)
+    monkeypatch.setattr(device_profile, "floor_ms", lambda _: 0.5)
+    status, out, err = called(capsys, "profile", "--json")
     assert status == 0
+    assert json.loads(out)["floor_ms"] == 0.5
     assert err == ""
     assert cost_files.parse(json.loads(out)["costs"], "it") == found
-    status, out, _ = called(capsys, "profile", "--costs", "--batch", "2")
+    status, out, _ = called(capsys, "profile", "--batch", "2")
     assert status == 0
     assert "step of 1 row of each of 2 texts" in out
 
@@ -368,11 +375,10 @@ def test_the_command_shows_both(capsys, measured, monkeypatch):
         ),
         ("--device-model h100", "--device-model needs a shape; give --shape"),
         ("--device-model h100 --shape 9b", "unknown shape '9b'; give one of"),
-        ("--device-model h100 --shape 8b --costs", "--device-model predicts for a named shape"),
+        ("--device-model h100 --shape 8b --fresh", "--device-model predicts for a named shape"),
         ("--device-model h100 --shape 8b --batch 0", "--batch is 0; give at least 1"),
         ("--device-model h100 --shape 8b --launch-us -1", "--launch-us is -1.0; give a number from 0 on"),
-        ("--fresh", "--fresh is given without --costs"),
-        ("--batch 2", "--batch is given without --costs or --device-model"),
+        ("--launch-us 2", "--launch-us is given without --device-model"),
     ],
 )
 def test_wrong_use_is_one_line(capsys, words, message):

@@ -25,7 +25,6 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import put, state_shardings
-from jaxspec.model.tree import Parents, Shape
 from jaxspec.programs import compiled
 from jaxspec.programs.buckets import prefill_chunk_size
 from jaxspec.protocol import Drafter, Proposal, State, View, Weights
@@ -86,45 +85,6 @@ class WrongDrafts(Drafter):
         tokens = (view.length[:, None] * 7919 + step * 104729) % vocab_size
         count = jnp.full_like(view.length, self.num_draft_tokens)
         return Proposal(tokens.astype(jnp.int32), count), state, view.cache
-
-
-@struct.dataclass
-class WrongTrees(WrongDrafts):
-    """Proposes a tree whose tokens are almost never accepted.
-
-    Attributes:
-      num_draft_tokens: K, the depth of the tree.
-      shape: the shape of the tree.
-      traced: whether the shape is traced, as for trees built from the draft's probabilities (EAGLE-2).
-    """
-
-    shape: Shape = struct.field(pytree_node=False, default=Shape((-1,)))
-    traced: bool = struct.field(pytree_node=False, default=False)
-
-    @property
-    def drafts_trees(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def num_nodes(self) -> int:
-        """N, the number of tokens of the tree."""
-        return self.shape.num_nodes
-
-    @property
-    def reach(self) -> int:
-        """The number of slots that a round writes: N + 1."""
-        return self.num_nodes + 1
-
-    def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
-    ) -> tuple[Proposal, State, KVCache]:
-        """Proposes the tokens of a chain of N as a tree."""
-        chain, state, cache = WrongDrafts(self.num_nodes).propose(keys, params, state, view, distribution)
-        parents: Parents = self.shape
-        if self.traced:
-            parents = jnp.broadcast_to(jnp.asarray(self.shape.parents, jnp.int32), chain.tokens.shape)
-        return dataclasses.replace(chain, parents=parents), state, cache
 
 
 class Steps(Loop):

@@ -15,31 +15,29 @@ from jaxspec.measuring.output import show
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Measure the decoding speed of a model on this device, and compare it with the limit of memory bandwidth.
+    """Measure the costs of a model's steps on this device, and predict the speed-ups of drafts.
+
+    The costs by rows, layers, texts and live tokens are measured once per device, shape and dtype, and kept in the
+    user's cache. A step of several rows verifies several tokens; it should cost little more than a step of one row.
 
     The floor is the time to read every weight once, the fastest of several measurements. A step may be faster than
     the floor through noise, or if the weights stay in the processor's cache.
 
-    A step of several rows verifies several tokens; it should cost little more than a step of one row.
-
     Attributes:
       shape: use random weights of a common shape: 31m, 134m, 1b, 1.2b, 7b, 8b, 13b, 70b or 405b.
-      costs: show the costs of steps by rows, layers, texts and live tokens instead, and predicted speed-ups. They are
-        measured once per device, shape and dtype, and kept in the user's cache.
-      fresh: with --costs, measure again.
+      fresh: measure again.
       device_model: predict speed-ups for --shape, in 16 bits or with --weights int8, from the published figures of a
         device instead: h100, h200, a100, l4, v100, t4, v5e, v5p or v6e, or several, such as v5e:2x4 or l4:4. Nothing
         is measured.
-      batch: the number of texts for which speed-ups are predicted. Default 1.
+      batch: the number of texts for which speed-ups are predicted.
       launch_us: with --device-model, microseconds to start one operation. Default: the device's.
       json: print one JSON object and nothing else.
     """
 
     shape: str | None = None
-    costs: bool = False
     fresh: bool = False
     device_model: str | None = None
-    batch: int | None = None
+    batch: int = 1
     launch_us: float | None = None
     json: bool = False
     model: ModelOptions = ModelOptions()  # noqa: RUF009
@@ -49,20 +47,18 @@ class Profile:
         self._check()
         if self.device_model is not None:
             show(self._predict(), self.json, _prediction)
-        elif self.costs:
-            show(self._costs(), self.json, _costs)
         else:
-            show(self._profile(), self.json, _parts)
+            show(self._costs(), self.json, _costs)
         return 0
 
     def _check(self) -> None:
         """Checks that the given options fit together."""
         paper = self.device_model is not None
         known = ModelOptions(weights=self.model.weights, kv_cache_dtype=self.model.kv_cache_dtype)
-        if paper and (self.costs or self.model != known):
+        if paper and (self.fresh or self.model != known):
             raise ValueError(
                 "`device_model` predicts for a named shape on a device that is not attached; give it with `shape`, "
-                "without `costs`, `model`, `dtype`, `device` or `mesh`"
+                "without `fresh`, `model`, `dtype`, `device` or `mesh`"
             )
         # Each process would create the random weights on devices that may belong to another process.
         if self.shape is not None and self.model.processes.asked:
@@ -71,35 +67,13 @@ class Profile:
             )
         if paper and self.shape is None:
             raise ValueError("`device_model` needs a shape; give `shape`, such as 8b")
-        wrong = {
-            "fresh": self.fresh and not self.costs,
-            "batch": self.batch is not None and not (self.costs or paper),
-            "launch_us": self.launch_us is not None and not paper,
-        }
-        needs = {"fresh": "`costs`", "batch": "`costs` or `device_model`", "launch_us": "`device_model`"}
-        if name := next((name for name, is_wrong in wrong.items() if is_wrong), None):
-            raise ValueError(f"`{name}` is given without {needs[name]}; give both, or neither")
+        if self.launch_us is not None and not paper:
+            raise ValueError("`launch_us` is given without `device_model`; give both, or neither")
         check_count("batch", self.batch)
-
-    def _profile(self) -> dict[str, Any]:
-        from jaxspec.measuring.bench.device_profile import profile
-
-        given = self.model
-        with Progress() as progress:
-            return profile(
-                given.model,
-                self.shape,
-                given.dtype,
-                given.device,
-                given.mesh,
-                weights=given.weights,
-                kv_cache_dtype=given.kv_cache_dtype,
-                on_progress=progress,
-            )
 
     def _costs(self) -> dict[str, Any]:
         from jaxspec.costs.rounds import kinds, speedup_table
-        from jaxspec.measuring.bench.device_profile import language_model
+        from jaxspec.measuring.bench.device_profile import floor_ms, language_model
         from jaxspec.measuring.bench.step_costs import remembered_step_costs
 
         given = self.model
@@ -108,10 +82,13 @@ class Profile:
             where = (given.dtype, given.device, given.mesh, given.weights, given.kv_cache_dtype)
             lm = language_model(given.model, self.shape, *where)
             costs, measured = remembered_step_costs(lm, fresh=self.fresh, on_progress=progress)
-        table = speedup_table(costs, kinds(costs.num_layers), batch=self.batch or 1)
+            progress("reading the weights")
+            floor = floor_ms(lm)
+        table = speedup_table(costs, kinds(costs.num_layers), batch=self.batch)
         return {
             "measured_now": measured,
-            "batch": self.batch or 1,
+            "batch": self.batch,
+            "floor_ms": floor,
             "costs": dataclasses.asdict(costs),
             "speedups": {
                 name: {rate: dataclasses.asdict(one) for rate, one in by_rate.items()}
@@ -125,26 +102,8 @@ class Profile:
 
         assert self.device_model is not None
         assert self.shape is not None
-        given = (self.device_model, self.shape, self.batch or 1, self.launch_us)
+        given = (self.device_model, self.shape, self.batch, self.launch_us)
         return report(*given, resolve_weights(self.model.weights), self.model.kv_cache_dtype)
-
-
-def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
-    yield f"{report['model']}, {report['dtype']}, {report['device']}"
-    steps: dict[str, float] = report["step_ms"]
-    rows = [("floor: read all weights once", f"{report['floor_ms']:.3f} ms")]
-    rows += [(_step(int(rows)), f"{step_ms:.3f} ms") for rows, step_ms in steps.items()]
-    rows += [
-        ("floor ÷ step of 1 row, fastest of each", f"{report['floor_fraction']:.2f}"),
-        ("step with a cache 8 times larger ÷ without", f"{report['capacity_ratio']:.2f}"),
-        ("round with a tree of 8 tokens ÷ with a chain of 8", f"{report['tree_ratio']:.2f}"),
-        ("  with a tree of traced shape", f"{report['traced_tree_ratio']:.2f}"),
-        ("each live token, from 100 to 1,000", f"{report['live_token_us']:.2f} µs"),
-        ("  its keys and values at the floor's bandwidth", f"{report['live_token_floor_us']:.2f} µs"),
-        ("prefill", f"{report['prefill_tokens_per_second']:.0f} tokens/s"),
-        ("compiling the plain loop", f"{1e-3 * report['compile_ms']:.1f} s"),
-    ]
-    yield Table((), rows, name=60)
 
 
 def _costs(report: dict[str, Any]) -> Iterator[str | Table]:
@@ -152,12 +111,13 @@ def _costs(report: dict[str, Any]) -> Iterator[str | Table]:
 
     costs = StepCosts(**report["costs"])
     yield f"{costs.model}, {costs.dtype}, {costs.device}, after {costs.live} tokens"
-    rows = []
+    rows = [("floor: read all weights once", f"{report['floor_ms']:.3f} ms")]
     for number, batch, step_ms in costs.full_ms:
         texts = "" if batch == 1 else f" of each of {batch} texts"
         rows.append((f"{_step(number)}{texts}", f"{step_ms:.3f} ms"))
     cut, layers = costs.cut_layers, costs.num_layers
     rows += [
+        ("floor ÷ step of 1 row", f"{report['floor_ms'] / costs.step_ms():.2f}"),
         (f"step of 1 row through {cut} of {layers} layers and the head", f"{costs.cut_ms:.3f} ms"),
         ("  one layer", f"{costs.step_ms(layers=1) - costs.step_ms(layers=0):.3f} ms"),
         ("each live token", f"{1e3 * costs.live_token_ms:.2f} µs"),
