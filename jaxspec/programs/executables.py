@@ -210,8 +210,8 @@ class Executables:
                 if len(known) == MAX_VARIANTS:
                     self._drop(known[0])
                 future = self._add(key)
-                compile_variant = _with_callers_precision(self._compile_variant)
-                self._pool("jaxspec-variant").submit(compile_variant, future, function, args, static)
+                compile_variant = _with_callers_precision(self._compile)
+                self._pool("jaxspec-variant").submit(compile_variant, key, future, function, args, static)
             ready = future is not None and future.done() and future.exception() is None
             counted = {"hits": self.variants.hits + 1} if ready else {"misses": self.variants.misses + 1}
             self.variants = dataclasses.replace(self.variants, **counted)
@@ -280,21 +280,6 @@ class Executables:
                     break
                 one._drop(key)
 
-    def _compile_variant(self, future: Future[Any], function: Any, args: Any, static: dict[str, Any]) -> None:
-        began = time.perf_counter()
-        try:
-            self._make_room()
-            compiled = _compiled(function, args, static).program
-        except Exception as error:
-            future.set_exception(error)
-            return
-        spent_ms = 1e3 * (time.perf_counter() - began)
-        with self._lock:
-            self.num_compilations += 1
-            self.compile_ms += spent_ms
-            self.variants = dataclasses.replace(self.variants, compile_ms=self.variants.compile_ms + spent_ms)
-        future.set_result(compiled)
-
     def _compile(
         self, key: Any, future: Future[Any], function: Any, args: Any, static: dict[str, Any]
     ) -> None:
@@ -304,9 +289,10 @@ class Executables:
             made = _compiled(function, args, static)
         except BaseException as error:
             # The entry is removed, so that the next call tries again: this may have been an interruption.
-            with self._lock:
-                self._futures.pop(key, None)
-            self.failed |= isinstance(error, Exception)
+            if not isinstance(key, _Variant):
+                with self._lock:
+                    self._futures.pop(key, None)
+                self.failed |= isinstance(error, Exception)
             future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
@@ -316,6 +302,9 @@ class Executables:
             if not made.loaded:
                 self.num_compilations += 1
                 self.compile_ms += spent_ms
+            if isinstance(key, _Variant):
+                spent_ms += self.variants.compile_ms
+                self.variants = dataclasses.replace(self.variants, compile_ms=spent_ms)
         future.set_result(made.program)
 
 

@@ -33,7 +33,7 @@ LINES = {
     "measuring": 5698,
     "methods": 1497,
     "model": 2168,
-    "programs": 1055,
+    "programs": 1045,
     "serving": 2694,
     "session": 1193,
     "testing": 655,
