@@ -1,4 +1,4 @@
-"""Serves other programs: the HTTP server, batch files, Ray and lm-evaluation-harness.
+"""Serves other programs: the HTTP server, batch files and lm-evaluation-harness.
 
-The decoder imports nothing of this package. `ray` and `lm_eval` need the package that they are named after.
+The decoder imports nothing of this package. `lm_eval` needs the package that it is named after.
 """

@@ -33,7 +33,6 @@ PUBLIC = (
     "jaxspec/engine/conversation.py",
     "jaxspec/texts/results.py",
     "jaxspec/engine/scheduler.py",
-    "jaxspec/serving/ray.py",
     "jaxspec/serving/batch_files.py",
 )
 # In these files, a class or function is public if docs/extend.md names it, or if its package lists it in `__all__`.
