@@ -1,4 +1,4 @@
-"""Serves other programs: the HTTP server, batch files and lm-evaluation-harness.
+"""Serves other programs: the HTTP server and batch files.
 
-The decoder imports nothing of this package. `lm_eval` needs the package that it is named after.
+The decoder imports nothing of this package.
 """

@@ -71,7 +71,7 @@ LAYERS = (
     "jaxspec.serving.tools",
     "jaxspec.serving.openai jaxspec.serving.batch_files",
     "jaxspec.serving.translation",
-    "jaxspec.serving.batch jaxspec.serving.lm_eval",
+    "jaxspec.serving.batch",
     "jaxspec.serving.server",
     "jaxspec.serving.commands jaxspec.serving",
     "training.data",

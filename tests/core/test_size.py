@@ -34,7 +34,7 @@ LINES = {
     "methods": 1497,
     "model": 2168,
     "programs": 1045,
-    "serving": 2635,
+    "serving": 2506,
     "session": 1193,
     "testing": 655,
     "texts": 887,
