@@ -72,10 +72,7 @@ def bars(
     *,
     title: str,
     label: str,
-    notes: Mapping[str, str] | None = None,
-    notes_label: str = "",
     line: float | None = None,
-    most: float | None = None,
 ) -> Chart:
     """Horizontal bars with their values, and intervals as whiskers.
 
@@ -84,10 +81,7 @@ def bars(
       intervals: (low, high) by name; no whiskers for None or an end that is not finite.
       title: title of the chart.
       label: meaning of the values.
-      notes: a word behind the value, by name.
-      notes_label: meaning of the words.
       line: value of a vertical line across the chart.
-      most: the largest value of the axis, for several charts of one scale. Default: as large as necessary.
 
     Examples:
       >>> str(bars({"ngram": 1.5}, {"ngram": (1.2, 1.8)}, title="code", label="speed-up")).count("<rect")
@@ -95,12 +89,10 @@ def bars(
     """
     spans = {name: pair for name, pair in intervals.items() if pair and all(map(math.isfinite, pair))}
     ends = [end for pair in spans.values() for end in pair]
-    axis = _Axis(
-        [*(value for value in values.values() if value is not None), *ends, line or 0.0, most or 0.0], 4
-    )
-    left, right, note_at = 122.0, WIDTH - 112.0, WIDTH - 66.0
+    axis = _Axis([*(value for value in values.values() if value is not None), *ends, line or 0.0], 4)
+    left, right = 122.0, WIDTH - 112.0
     parts, top = _headed(title)
-    parts += [_text(left, top + 11, label, "note"), _text(note_at, top + 11, notes_label, "note")]
+    parts.append(_text(left, top + 11, label, "note"))
     top += _LINE + 3
     rows, y = [], top
     for number, (name, value) in enumerate(values.items()):
@@ -122,7 +114,6 @@ def bars(
                 caps = "".join(f"M{end:.1f} {middle - 4:.1f}v8" for end in (low, high))
                 rows.append(f'<path d="M{low:.1f} {middle:.1f}H{high:.1f}{caps}" class="ink"/>')
             rows.append(_text(right + 8, middle + 4, f"{value:.2f}"))
-        rows.append(_text(note_at, middle + 4, (notes or {}).get(name, "")))
         y += height
     for tick in axis.ticks:
         x = left + axis.share(tick) * (right - left)

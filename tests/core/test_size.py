@@ -30,7 +30,7 @@ LINES = {
     "host": 657,
     "io": 4167,
     "loading": 492,
-    "measuring": 5698,
+    "measuring": 5574,
     "methods": 1497,
     "model": 2168,
     "programs": 1045,

@@ -383,7 +383,7 @@ distributed.leave(0)
     [
         (
             "compare bench tune vocab",
-            "asd vocab bench/records.jsonl bench/report.json bench/report.html",
+            "asd vocab bench/records.jsonl bench/report.json",
         ),
         pytest.param(
             "agreement inspect",

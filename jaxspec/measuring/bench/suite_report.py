@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.console.tables import Table
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.measuring.bench import speed
@@ -173,6 +174,33 @@ def shown_categories(report: Mapping[str, Any]) -> list[str]:
     """The categories of a table, with "all" last; only the category itself if there is one."""
     names = list(report["best"])
     return names[:1] if len(names) == 2 else names
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """A short description of the measurement."""
+    header = report["header"]
+    text = (
+        f"{_count(report['prompts'], 'prompt')}, {report['law']}, at most {header['max_new_tokens']} new tokens, "
+        f"{_count(header['repeats'], 'turn')}"
+    )
+    if header["batch"] > 1:
+        text += f", in batches of {header['batch']} (speeds are of whole batches)"
+    if report["left_out"]:
+        text += f"; {len(report['left_out'])} exceed the context with the prompt or a later turn"
+    return text + ("; interrupted, these are the results until then." if report["interrupted"] else ".")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def table(report: Mapping[str, Any]) -> Table:
+    """The table of the figures by category, with its number of prompts, and run."""
+    rows: list[Sequence[str]] = []
+    for category in shown_categories(report):
+        rows.append([f"{category} ({report['runs'][BASELINE][category]['prompts']})"])
+        rows += [[run, *cells(report, run, category)] for run in report["runs"]]
+    return Table(["run", *columns(report)], rows)
 
 
 def columns(report: Mapping[str, Any]) -> dict[str, str]:

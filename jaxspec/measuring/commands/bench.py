@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxspec.measuring.bench.suite import Suite
 
 # In the directory of --output.
-RECORDS, REPORT, PAGE = "records.jsonl", "report.json", "report.html"
+RECORDS, REPORT = "records.jsonl", "report.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Bench:
       peer: another program on the same prompts, in the same turns: plain decoding and prompt lookup, assisted
         generation where draft-model is measured, early exit where layerskip is. Needs the extra `peers`.
       chat_template: a Jinja file, or vicuna, llama-2 or chatml, for a model that has no chat template.
-      output: a directory for records.jsonl, report.json and report.html, made if missing.
+      output: a directory for records.jsonl and report.json, made if missing.
       resume: go on with what the directory of --output holds; --no-resume begins again. Default: yes.
       json: print one JSON object and nothing else.
     """
@@ -146,19 +146,16 @@ class Bench:
         if self.output is None:
             return
         from jaxspec.host.files import write_atomic
-        from jaxspec.measuring.bench.suite_page import page
 
         write_atomic(Path(self.output) / REPORT, json.dumps(report, indent=2) + "\n")
-        write_atomic(Path(self.output) / PAGE, page(report))
-        tell(f"wrote {Path(self.output) / REPORT} and {PAGE}")
+        tell(f"wrote {Path(self.output) / REPORT}")
 
 
 def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
-    from jaxspec.measuring.bench.suite_page import figures, summary
-    from jaxspec.measuring.bench.suite_report import columns, positions, widest
+    from jaxspec.measuring.bench.suite_report import columns, positions, summary, table, widest
 
     yield f"{report['model']}, {report['dtype']}, {report['device']}: {summary(report)}\n"
-    yield figures(report)
+    yield table(report)
     rates = positions(report)
     if rates:
         yield "\nacceptance by position in the draft, of the rounds with a draft"
