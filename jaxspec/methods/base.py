@@ -238,6 +238,16 @@ class Method:
         return " ".join((self.name, *(f"{name}={value!r}" for name, value in self.given.items())))
 
 
+class Lookup(Method):
+    """A base of methods whose drafts are copied: the cost of a draft is that of a search."""
+
+    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
+        """Returns the cost of a lookup."""
+        from jaxspec.costs.rounds import DraftCost
+
+        return DraftCost(lookup=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftingMethod(Method):
     """The base class of methods that draft.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import DraftingMethod
+from jaxspec.methods.base import DraftingMethod, Lookup
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grammar(DraftingMethod):
+class Grammar(Lookup, DraftingMethod):
     """The tokens that the text's grammar makes certain, such as the keys of a JSON object.
 
     They are drafts that the model verifies. ngram, suffix, hybrid and auto draft them too, where they find no other
@@ -39,9 +38,3 @@ class Grammar(DraftingMethod):
         from jaxspec.drafting.grammar_drafter import Grammatical
 
         return Grammatical(self.length(Grammatical.num_draft_tokens)), None
-
-    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of a lookup."""
-        from jaxspec.costs.rounds import DraftCost
-
-        return DraftCost(lookup=True)

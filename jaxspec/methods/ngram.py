@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Method, option
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Lookup, Method, option
 from jaxspec.methods.files import read_reference
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NGram(DraftingMethod):
+class NGram(Lookup, DraftingMethod):
     """Drafts copied from the text itself or from references; useful for repetitive text.
 
     Prompt lookup (Saxena 2023); with references LLMA (Yang et al. 2023).
@@ -65,9 +64,3 @@ class NGram(DraftingMethod):
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
         """Returns the method itself, which needs no files."""
         return (cls(),)
-
-    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of a lookup."""
-        from jaxspec.costs.rounds import DraftCost
-
-        return DraftCost(lookup=True)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Method, option
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Lookup, Method, option
 from jaxspec.methods.files import read_reference
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Suffix(DraftingMethod):
+class Suffix(Lookup, DraftingMethod):
     """The most frequent continuation of the last tokens, while it is probable (Oliaro et al. 2024).
 
     Attributes:
@@ -69,9 +68,3 @@ class Suffix(DraftingMethod):
     def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
         """Returns the method itself, which needs no files."""
         return (cls(),)
-
-    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of a lookup."""
-        from jaxspec.costs.rounds import DraftCost
-
-        return DraftCost(lookup=True)

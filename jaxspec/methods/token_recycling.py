@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import Method
+from jaxspec.methods.base import Lookup, Method
 from jaxspec.methods.resources import LoadedModel, Resources
 from jaxspec.methods.trees import TreeMethod
 
 if TYPE_CHECKING:
-    from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
 # Top-k target tokens kept after each token, as in the paper.
@@ -18,7 +17,7 @@ NUM_LIKELY = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenRecycling(TreeMethod):
+class TokenRecycling(Lookup, TreeMethod):
     """A tree of the last top-k target tokens after each token (Luo et al. 2024).
 
     Needs no training and no files. Each text begins with a plain step; the stored tokens are updated from every draft,
@@ -47,9 +46,3 @@ class TokenRecycling(TreeMethod):
     def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
         """Returns the method with this K if it drafts a chain; a tree has a depth without an option."""
         return super().limited(longest, target, resources) if self.no_tree else self
-
-    def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of a lookup."""
-        from jaxspec.costs.rounds import DraftCost
-
-        return DraftCost(lookup=True)

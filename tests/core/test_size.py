@@ -31,7 +31,7 @@ LINES = {
     "io": 4167,
     "loading": 492,
     "measuring": 5574,
-    "methods": 1497,
+    "methods": 1485,
     "model": 2168,
     "programs": 1045,
     "serving": 2506,
