@@ -253,8 +253,9 @@ def test_parquet_needs_its_package(tmp_path, monkeypatch):
         read(tmp_path / "a.parquet")
 
 
+@pytest.mark.peers
 def test_parquet_is_read_by_record(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     file = tmp_path / "train.parquet"
