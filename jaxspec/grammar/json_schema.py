@@ -24,6 +24,7 @@ from urllib.parse import unquote
 from jaxspec.grammar.automaton import UNICODE, Build, GrammarError, Node, Nodes, both, intersect
 from jaxspec.grammar.numbers import Bound, between
 from jaxspec.grammar.regex import Regex
+from jaxspec.host.messages import nearest
 
 # A schema without references and constants, and the number of copies of each reference around it.
 Schema = dict[str, Any]
@@ -42,6 +43,12 @@ _CANNOT = (
     *("not", "if", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies", "contains"),
     *("uniqueItems", "$dynamicRef", "$recursiveRef", "extends", "disallow"),
 )
+# Keywords that change the texts. Other names are annotations, unless they are like one of these.
+_KNOWN = {
+    *("type", "enum", "const", "$ref", "$defs", "anyOf", "oneOf", "allOf", "additionalItems"),
+    *("unevaluatedProperties", "unevaluatedItems", *_CANNOT, *_SHAPING),
+}
+_ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 _INTEGER, _NUMBER = r"-?(0|[1-9][0-9]*)", r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?"
 _DAY = (
     "[12][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -87,7 +94,6 @@ _PARTS = (
     ("properties", "additionalProperties", "unevaluatedProperties"),
     ("prefixItems", "items", "unevaluatedItems"),
 )
-_ANNOTATIONS = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 
 
 class JsonSchema:
@@ -102,7 +108,7 @@ class JsonSchema:
     def __init__(self, schema: Any, nodes: Nodes, any_depth: int = ANY_DEPTH) -> None:
         self._root, self._nodes, self._any_depth = schema, nodes, any_depth
 
-    def document(self, end: int) -> Node:
+    def document(self, end: Node) -> Node:
         """Returns the node that reads a text, perhaps after a space.
 
         Raises:
@@ -150,6 +156,11 @@ class JsonSchema:
         return self._nodes.either(*(self._of_type(name, schema, path, level, end, refs) for name in types))
 
     def _check(self, schema: Schema, path: str) -> None:
+        for name in sorted(schema.keys() - _KNOWN):
+            if guess := _misspelt(name):
+                raise GrammarError(
+                    f"JSON schema: {path} has the unknown keyword {_shown(name)}; write {guess}"
+                )
         if schema.get("maxItems", 2) < 2:
             schema = _without(schema, "uniqueItems")
         for name in _CANNOT:

@@ -320,6 +320,15 @@ REFUSED: list[tuple[Any, str]] = [
     ({"const": float("nan")}, "the number NaN is not finite"),
     ({"oneOf": [{"const": {"a": 1, "b": 2}}, {"const": {"b": 2.0, "a": 1}}]}, "may match both number 0"),
     ({"properties": []}, r"\$\.properties is \[\]; expected an object"),
+    *(
+        ({"type": "object", wrong: ["a"]}, rf'\$ has the unknown keyword "{wrong}"; write {right}')
+        for wrong, right in {
+            "requried": "required",
+            "propertys": "properties",
+            "minlength": "minLength",
+            "anyof": "anyOf",
+        }.items()
+    ),
     ({"anyOf": []}, r"\$\.anyOf is \[\]; expected a list of schemas"),
     ({"allOf": [{"format": "date"}, {"format": "time"}]}, "two different `format`"),
     ("3", r"\$ is 3; expected an object or a boolean"),
