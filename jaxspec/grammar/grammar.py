@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.grammar.automaton import GrammarError, Nodes, deterministic
+from jaxspec.grammar.calls import Calls, Markers
 from jaxspec.grammar.json_schema import JsonSchema
 from jaxspec.grammar.regex import Regex
 from jaxspec.grammar.table import TokenTable, token_table
@@ -22,8 +24,6 @@ from jaxspec.io.tokenizers.tokenizer import Tokenizer
 # The depth of `Grammar.json_object`, and the most characters of a grammar and of the marker before it.
 OBJECT_DEPTH = 5
 MAX_SIZE, MAX_MARKER = 2**18, 2**8
-# The text between the marker and the document is one of these, or empty.
-_AFTER_MARKER = (b"\n\n", b"\n", b" ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,12 @@ class Grammar:
     """A description of the texts that a model may generate.
 
     Attributes:
-      kind: `json_schema`, `json_object`, `choices` or `regex`.
+      kind: `json_schema`, `json_object`, `choices` or `regex`; with `calls` also `text`, which is free outside of the
+        calls, and `calls`, which has nothing else.
       source: the schema's JSON text, the choices, or the expression.
       after: a text that the model writes first, such as `</think>`: everything up to it is free. None: the text begins
         at once.
+      calls: calls of functions that the text may have instead of a document.
 
     Examples:
       >>> Grammar.choices(["yes", "no"]).source
@@ -44,13 +46,15 @@ class Grammar:
     kind: str
     source: str | tuple[str, ...] = ""
     after: str | None = None
+    calls: Calls | None = None
 
     def __post_init__(self) -> None:
         if self.after is not None and not (isinstance(self.after, str) and 0 < len(self.after) <= MAX_MARKER):
             raise GrammarError(
                 f"`after` is {self.after!r:.60}; give a text of 1 to {MAX_MARKER} characters such as </think>, or None"
             )
-        if (size := sum(map(len, self.source))) > MAX_SIZE:
+        texts = [*self.source, *itertools.chain(*(self.calls.functions if self.calls else ()))]
+        if (size := sum(map(len, texts))) > MAX_SIZE:
             raise GrammarError(f"the grammar has {size} characters; at most {MAX_SIZE} are possible")
 
     @classmethod
@@ -134,7 +138,9 @@ class _Vocabulary:
     @staticmethod
     @functools.lru_cache(maxsize=4)
     def of(tokenizer: Tokenizer) -> _Vocabulary:
-        tokens, added = tokenizer.token_bytes()
+        given, added = tokenizer.token_bytes()
+        # No text has the bytes that stand for added tokens.
+        tokens = [None if token and max(token) >= Markers.FIRST else token for token in given]
         never = END_TEXTS.union(text for text in tokenizer.special_tokens.values() if isinstance(text, str))
         added = {text: index for text, index in added.items() if text not in never}
         return _Vocabulary(hashlib.sha256(repr((tokens, added)).encode()).hexdigest(), tokens, added)
@@ -142,30 +148,25 @@ class _Vocabulary:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(spec: Grammar, vocabulary: _Vocabulary, vocab_size: int) -> TokenTable:
+    wanted = (spec.after, *(spec.calls.markers if spec.calls else ()))
+    known = Markers.among(wanted, vocabulary.added)
     try:
-        following, final = _automaton(spec)
-        marker = (spec.after or "").encode()
+        following, final = _automaton(spec, known)
     except RecursionError:
         raise GrammarError("the grammar is nested too deeply") from None
     except UnicodeEncodeError as error:
         raise GrammarError(f"the grammar has a character that is no text: {error.reason}") from None
     tokens = (vocabulary.tokens + [None] * vocab_size)[:vocab_size]
-    fixed: dict[int, np.ndarray] = {}
-    if spec.after is not None:
-        following = np.concatenate([_search(marker), np.where(following < 0, -1, following + len(marker))])
-        final = np.concatenate([np.zeros(len(marker), bool), final])
-        # Before the text added tokens are allowed too; one of them may be the marker.
-        states = np.arange(len(following))
-        states[len(marker) :] = -1
-        fixed = {index: states for index in vocabulary.added.values() if index < vocab_size}
-        if spec.after in vocabulary.added:
-            fixed[vocabulary.added[spec.after]] = np.where(states < 0, -1, len(marker))
-    return token_table(following.astype(np.int16), final, tokens, fixed)
+    for text, index in vocabulary.added.items():
+        if index < vocab_size:
+            tokens[index] = bytes([known.get(text, Markers.OTHER)])
+    return token_table(following, final, tokens)
 
 
-def _automaton(spec: Grammar) -> tuple[np.ndarray, np.ndarray]:
+def _automaton(spec: Grammar, known: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
     nodes = Nodes()
-    end = nodes.fresh()
+    end, markers = nodes.fresh(), Markers(nodes, known)
+    start: int | None = None
     if spec.kind == "choices":
         start = nodes.either(*(nodes.literal(text.encode(), end) for text in spec.source))
     elif spec.kind == "regex":
@@ -178,12 +179,14 @@ def _automaton(spec: Grammar) -> tuple[np.ndarray, np.ndarray]:
         except ValueError as error:
             raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
         start = JsonSchema(schema, nodes).document(end)
-    else:
+    elif spec.kind not in ("text", "calls") or spec.calls is None:
         raise GrammarError(f"kind is {spec.kind!r}; expected json_schema, json_object, choices or regex")
-    if spec.after is not None:
-        start = nodes.either(start, *(nodes.literal(space, start) for space in _AFTER_MARKER))
+    if spec.calls is not None:
+        start = spec.calls.start(nodes, markers, end, spec.kind == "text", start)
     if start is None:
         raise GrammarError("no text matches the grammar")
+    if spec.after is not None:
+        start = markers.search(spec.after, markers.spaced(start))[0]
     return deterministic(nodes, start, end)
 
 
@@ -191,15 +194,3 @@ def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"the number {text} is not finite")
     return number
-
-
-def _search(marker: bytes) -> np.ndarray:
-    """Returns the states [len(marker), 256] that search a marker in any bytes; len(marker) where it ends."""
-    states = np.zeros((len(marker), 256), np.int64)
-    states[0, marker[0]] = 1
-    back = 0  # the state after the bytes from the second on
-    for at in range(1, len(marker)):
-        states[at] = states[back]
-        states[at, marker[at]] = at + 1
-        back = states[back, marker[at]]
-    return states

@@ -48,7 +48,6 @@ def token_table(
     following: np.ndarray,
     final: np.ndarray,
     tokens: Sequence[bytes | None],
-    fixed: dict[int, np.ndarray] | None = None,
 ) -> TokenTable:
     """Returns the automaton over tokens.
 
@@ -59,7 +58,6 @@ def token_table(
       following: the state after each byte, [S, 256] int16; -1 if it is impossible. The first state is the start.
       final: whether the text may end in a state, [S] bool.
       tokens: the bytes of each token; None or no bytes for a token that is forbidden everywhere.
-      fixed: the states after some tokens, [S] int16, by id, whatever their bytes are.
 
     Raises:
       GrammarError: the table would have more than `MAX_ENTRIES` entries, or the vocabulary cannot write any text of the
@@ -82,8 +80,6 @@ def token_table(
         different, place = np.unique(pairs, return_inverse=True)
         found[active] = functions.composed(different // num_classes, different % num_classes, step)[place]
         at += 1
-    for index, states in (fixed or {}).items():
-        found[index] = functions.number(np.where(states < 0, num_states, states).astype(np.int16))
     used, class_of = np.unique(found, return_inverse=True)
     table = functions.rows[used].T.astype(np.int32)
     table[table == num_states] = -1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -110,7 +111,8 @@ class ApiRequest:
       stream: whether the response is a stream of chunks.
       include_usage: whether the stream ends with a chunk that has the usage.
       tools: the tools of a chat, in OpenAI's form.
-      functions: those of them of which the answer must call one; () for none.
+      functions: the name of each function whose calls follow the schema of its arguments, and the schema as JSON text.
+      must_call: whether the answer must call one of them.
       most_calls: the most calls of an answer; None for no limit.
       grammar: the grammar of the text, and the field that gives it; None for none.
       echo: whether each text begins with its prompt.
@@ -130,7 +132,8 @@ class ApiRequest:
     echo: bool = False
     logprobs: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
-    functions: Sequence[Mapping[str, Any]] = ()
+    functions: tuple[tuple[str, str], ...] = ()
+    must_call: bool = False
     most_calls: int | None = None
     grammar: tuple[Grammar, str] | None = None
 
@@ -271,14 +274,16 @@ def _messages(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _constraints(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `ApiRequest` for tools and grammars."""
-    (tools, functions), grammar = _tools(given), _grammar(given)
-    if tools and grammar:
-        raise BadField(f"got both tools and {grammar[1]}; give one of them, or tool_choice none", grammar[1])
+    grammar = _grammar(given)
+    tools, functions, must_call = _tools(given)
+    follows = grammar or must_call or any(function.get("strict") is True for function in functions)
+    schemas = [(one["name"], json.dumps(one.get("parameters") or {"type": "object"})) for one in functions]
     parallel = _checked("parallel_tool_calls", flag, given.get("parallel_tool_calls", True))
     return {
         "tools": tools,
-        "functions": functions,
-        "most_calls": None if parallel else 1,
+        "functions": tuple(schemas) if follows else (),
+        "must_call": must_call,
+        "most_calls": None if parallel and not isinstance(given.get("tool_choice"), Mapping) else 1,
         "grammar": grammar,
     }
 
@@ -320,8 +325,8 @@ def _response_format(given: Any) -> tuple[str, Any]:
     return "json", schema["schema"]
 
 
-def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """Returns the tools that the model gets, and the functions of which it must call one."""
+def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Mapping[str, Any]], bool]:
+    """Returns the tools that the model gets, the functions that it may call, and whether it must call one."""
     tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
     several = tools if isinstance(tools, list) else [None]
     functions: list[Any] = [tool.get("function") if isinstance(tool, Mapping) else None for tool in several]
@@ -334,8 +339,10 @@ def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Seque
                 '{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}',
                 "tools",
             )
-    if choice in ("auto", "none"):
-        return (tools if choice == "auto" else ()), ()
+    if choice == "none":
+        return (), (), False
+    if choice == "auto":
+        return tools, functions, False
     named = choice.get("function") if isinstance(choice, Mapping) else None
     chosen = [
         function
@@ -348,7 +355,7 @@ def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Seque
             '{"type": "function", "function": {"name": "now"}}',
             "tool_choice",
         )
-    return tools, chosen
+    return tools, chosen, True
 
 
 def _budget(given: Mapping[str, Any]) -> dict[str, Any]:

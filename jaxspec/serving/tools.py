@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxspec.grammar.calls import ARGS, Form
 from jaxspec.texts.text import overlap
 
 _SPACE = re.compile(r"[\s,;\[]*")
@@ -29,72 +30,14 @@ For each call, write a JSON object with the name and the arguments of the functi
 </tool_call>"""
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """How the models of a family write calls: JSON objects with `name` and arguments, or lists of them.
-
-    Attributes:
-      begin: the text before a call or a list.
-      end: the text after it; "" where it ends the answer.
-      mark: a text of the family's chat templates.
-      arguments: the key of the arguments.
-      bare: whether an answer may begin with a call without `begin`.
-      named: whether a call is a name, `[ARGS]` and the arguments instead.
-    """
-
-    begin: str
-    end: str
-    mark: str
-    arguments: str = "arguments"
-    bare: bool = False
-    named: bool = False
-
-    def opening(self, functions: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text with which an answer begins that must call one of these functions."""
-        if self.named:
-            return f"{self.begin}{functions[0]['name']}[ARGS]"
-        return "" if self.bare else self.begin + ("\n" if self.end else " [")
-
-    def schema(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the JSON schema of a call of one of these functions.
-
-        Raises:
-          ValueError: a model of this form cannot be made to choose among several functions.
-        """
-        if self.named:
-            if len(functions) > 1:
-                raise ValueError(
-                    "tool_choice is required with several tools, for which this model's calls have no grammar; name one"
-                )
-            return dict(functions[0].get("parameters") or {"type": "object"})
-        calls, shared = [], {}
-        for index, function in enumerate(functions):
-            # References are relative to the schema of the parameters.
-            shared[f"tool{index}"] = _moved(
-                function.get("parameters") or {"type": "object"}, f"#/$defs/tool{index}"
-            )
-            calls.append(
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": function["name"]},
-                        self.arguments: {"$ref": f"#/$defs/tool{index}"},
-                    },
-                    "required": ["name", self.arguments],
-                    "additionalProperties": False,
-                }
-            )
-        return {"anyOf": calls, "$defs": shared}
-
-
 # Hermes, Qwen 2.5 and 3, SmolLM, EXAONE 4, Granite 4; Phi-4-mini; Granite 3; Ministral 3; Mistral; Llama 3.
 FORMS = (
     Form("<tool_call>", "</tool_call>", "<tool_call>"),
-    Form("<|tool_call|>", "<|/tool_call|>", "<|/tool_call|>"),
-    Form("<|tool_call|>", "", "<|tool_call|>"),
-    Form("[TOOL_CALLS]", "", "[ARGS]", named=True),
-    Form("[TOOL_CALLS]", "", "[TOOL_CALLS]"),
-    Form("<|python_tag|>", "", '"parameters": ', "parameters", bare=True),
+    Form("<|tool_call|>", "<|/tool_call|>", "<|/tool_call|>", "list"),
+    Form("<|tool_call|>", "", "<|tool_call|>", "list"),
+    Form("[TOOL_CALLS]", "", ARGS, "named"),
+    Form("[TOOL_CALLS]", "", "[TOOL_CALLS]", "list"),
+    Form("<|python_tag|>", "", '"parameters": ', "bare", "parameters"),
 )
 
 
@@ -137,20 +80,6 @@ def told(
     return FORMS[0], list(texts), {}
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """Returns a schema whose references to itself are below `root`."""
-    if isinstance(schema, list):
-        return [_moved(one, root) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        name: root + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, root)
-        for name, value in schema.items()
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class Call:
     """New text of a call.
@@ -183,7 +112,6 @@ class Reader:
     Args:
       form: the form of calls; None for no tools.
       after: the text that ends the reasoning, such as `</think>`; None for an answer without it.
-      opening: the beginning of an answer that the prompt has; a model that reasons leaves it out.
       most: the most calls; further ones are dropped.
 
     Attributes:
@@ -195,14 +123,13 @@ class Reader:
       ('Well.', ['now', '{}'])
     """
 
-    def __init__(
-        self, form: Form | None, after: str | None = None, opening: str = "", most: int | None = None
-    ) -> None:
+    def __init__(self, form: Form | None, after: str | None = None, most: int | None = None) -> None:
         self._form, self._after, self._most = form, after or "", most
         # The text that is not read yet, and the text before a call, which becomes content if the call is wrong.
-        self._text, self._consumed = "" if after else opening, ""
-        self._opening, self._state = opening, self._reasoning if after else self._content
-        self._bare, self._blank = form is not None and form.bare, bool(after)
+        self._text = self._consumed = ""
+        self._state = self._reasoning if after else self._content
+        self._bare, self._blank = form is not None and form.written == "bare", bool(after)
+        self._named = form is not None and form.written == "named"
         self._depth, self._quoted, self._escaped = 0, False, False
         self.num_calls = 0
 
@@ -228,7 +155,6 @@ class Reader:
         found.reasoning += before[: len(before) - kept]
         self._text = rest if marker else before[len(before) - kept :]
         if marker:
-            self._text = self._opening + self._text.lstrip() if self._opening else self._text
             self._state, self._blank = self._content, True
         return bool(marker)
 
@@ -272,8 +198,8 @@ class Reader:
         if text.lstrip().startswith(form.begin):
             self._text = text.lstrip().removeprefix(form.begin)
             return True
-        if head := (_NAMED_HEAD if form.named else _HEAD).match(text):
-            self._begin(found, head[1] if form.named else json.loads(head[1]))
+        if head := (_NAMED_HEAD if self._named else _HEAD).match(text):
+            self._begin(found, head[1] if self._named else json.loads(head[1]))
             self._text, self._state = text[head.end() :], self._arguments
             return True
         body = text[_SPACE.match(text).end() :]  # type: ignore[union-attr]
@@ -319,8 +245,7 @@ class Reader:
         return self._state == self._after_arguments
 
     def _after_arguments(self, found: Read, last: bool) -> bool:
-        assert self._form is not None
-        _, bracket, rest = ("", "}", self._text) if self._form.named else self._text.partition("}")
+        _, bracket, rest = ("", "}", self._text) if self._named else self._text.partition("}")
         if bracket:
             self._text, self._state = rest, self._call
         return bool(bracket)

@@ -8,9 +8,10 @@ from typing import Any
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.grammar import Grammar, GrammarError, compile_grammar
+from jaxspec.grammar.calls import Calls, Form
 from jaxspec.host.messages import shown
 from jaxspec.serving.openai import ApiRequest, BadField, Part, finish_reason, scored, usage_of
-from jaxspec.serving.tools import Form, Reader, told
+from jaxspec.serving.tools import Reader, told
 from jaxspec.texts.generation_options import GRAMMARS
 from jaxspec.texts.requests import batch_of
 from jaxspec.texts.results import Piece, Result, Statistics
@@ -25,14 +26,12 @@ class Prompts:
       ids: the token ids of each.
       texts: the text of each, for `echo`.
       form: the form of calls of tools; None without tools.
-      opening: the beginning of a call, with which an answer begins that must have one.
       grammar: the grammar of the texts; None for none.
     """
 
     ids: Sequence[Sequence[int]] = ()
     texts: Sequence[str] = ()
     form: Form | None = None
-    opening: str = ""
     grammar: Grammar | None = None
 
     def reader(self, request: ApiRequest) -> Reader | None:
@@ -40,7 +39,7 @@ class Prompts:
         after = None if self.grammar is None else self.grammar.after
         if self.form is None and after is None:
             return None
-        return Reader(self.form, after, self.opening, request.most_calls)
+        return Reader(self.form, after, request.most_calls)
 
 
 def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
@@ -57,17 +56,14 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
             form, messages, more = told(messages, request.tools, lm.tokenizer.chat.template)
             variables = {**(variables or {}), **more}
         ids = lm.encode(messages, chat_template_kwargs=variables, most_tokens=context)
-        grammar, opening = request.grammar[0] if request.grammar else None, ""
+        grammar = request.grammar[0] if request.grammar else None
         if form and request.functions:
-            grammar, opening = (
-                Grammar.json_schema(form.schema(request.functions)),
-                form.opening(request.functions),
-            )
+            calls = Calls(form, request.functions, request.most_calls is None)
+            rest = Grammar("calls") if request.must_call else grammar or Grammar("text")
+            grammar = dataclasses.replace(rest, calls=calls)
         if grammar:
             grammar = dataclasses.replace(grammar, after=lm.thinks(ids))
-            if opening and not grammar.after and lm.tokenizer is not None:
-                ids = [*ids, *lm.tokenizer.encode(opening, begins=False)]
-        return Prompts([ids], [""], form, opening, grammar)
+        return Prompts([ids], [""], form, grammar)
     found, texts = [], []
     for prompt in request.prompts:
         if isinstance(prompt, str):

@@ -350,7 +350,8 @@ def test_text_before_the_marker_is_free(marker):
     free = [state_after(made, [index]) >= 0 for index in range(256, 270)]
     assert free == [True, True] + [False] * 12  # neither ends nor padding
     assert state_after(made, [256, 257]) < 0
-    assert state_after(made, b"\xff\xfe") == 0
+    assert state_after(made, b"\xfa\xf9") == 0
+    assert state_after(made, b"\xff") < 0  # in no text
     assert compile_grammar(Grammar.regex("a", after="<t>"), Bytes(), 256).final.any()
 
 

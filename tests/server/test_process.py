@@ -40,19 +40,21 @@ def structured(client, name):
     assert isinstance(parsed.choices[0].message.parsed, Weather)
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
     talk = [asked]
+    one = {"model": name, "tools": tools, "max_tokens": 200, "parallel_tool_calls": False}
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        answer = client.chat.completions.create(
-            model=name, messages=talk, tools=tools, tool_choice=choice, max_tokens=100
-        ).choices[0]
+        answer = client.chat.completions.create(messages=talk, tool_choice=choice, **one).choices[0]
         (call,) = answer.message.tool_calls
         assert (answer.finish_reason, call.function.name) == ("tool_calls", "weather")
         Weather.model_validate_json(call.function.arguments)
         talk += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "Sun."}]
-    with client.chat.completions.stream(
-        model=name, messages=talk, tools=tools, tool_choice="required", max_tokens=100
-    ) as stream:
+    with client.chat.completions.stream(messages=talk, tool_choice="required", **one) as stream:
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Weather)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": Weather.model_json_schema()}}
+    message = client.chat.completions.create(messages=talk, response_format=form, **one).choices[0].message
+    calls = [call.function.arguments for call in message.tool_calls or ()]
+    assert len(calls) + bool(message.content) == 1
+    Weather.model_validate_json(message.content or calls[0])
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"type": "null"}}}}
     with pytest.raises(openai.BadRequestError, match="not") as refused:
         client.chat.completions.create(model=name, messages=[asked], response_format=form)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import random
+import re
 
 import jax
+import jsonschema
 import pytest
 
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.grammar import Grammar, compile_grammar
+from jaxspec.grammar.calls import Calls
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.serving.openai import CHAT, joined, request_of
 from jaxspec.serving.tools import FORMS, Reader, told
 from jaxspec.serving.translation import Choice, encoded
 from tests.commands import CONFIG
 from tests.files.test_tokenizer import byte_ids, tokenizer
+from tests.grammar.test_grammar import Bytes, accepts, walk
 from tests.server import Scripted, application, client
 from tests.server.test_app import asked, chunks
 
@@ -98,17 +105,14 @@ def test_an_answer_in_any_pieces_is_its_content_and_its_calls(name):
         assert whole.finish_reason == ("tool_calls" if calls else "stop")
 
 
-def test_reasoning_forced_calls_and_single_calls():
-    text = f"<think>\nHm <b> </thin\n</think>\n\n{CALL}"
+def test_reasoning_and_single_calls():
+    text = f"<think>\nHm <b> </thin\n</think>\n\n<tool_call>\n{CALL}"
     for pieces in (text, [text]):
-        whole, found = read(Reader(HERMES, "</think>", HERMES.opening([])), pieces)
+        whole, found = read(Reader(HERMES, "</think>"), pieces)
         assert (whole.reasoning, whole.text) == ("\nHm <b> </thin\n", "")
         assert found == [("weather", ARGUMENTS)]
         whole, found = read(Reader(None, "</think>"), pieces)
-        assert (whole.reasoning, whole.text, found) == ("\nHm <b> </thin\n", CALL, [])
-    for form, rest in ((HERMES, OTHER), (MISTRAL, OTHER), (NAMED, "{}"), (LLAMA, OTHER)):
-        _, found = read(Reader(form, opening=form.opening([NOW["function"]])), rest)
-        assert found == [("now", "{}")], form
+        assert (whole.reasoning, whole.text, found) == ("\nHm <b> </thin\n", f"<tool_call>\n{CALL}", [])
     _, found = read(Reader(MISTRAL, most=1), f"[TOOL_CALLS] [{CALL}, {OTHER}]")
     assert found == [("weather", ARGUMENTS)]
 
@@ -119,6 +123,69 @@ def test_pieces_of_arguments_come_as_they_are_written():
     (begin, first) = reader.push('ments": {"a"', False).calls
     (second,) = reader.push(': "c', False).calls
     assert (begin.name, first.arguments, second.arguments) == ("b", '{"a"', ': "c')
+
+
+SKY = {"type": "object", "properties": {"blue": {"type": "boolean"}}, "required": ["blue"]}
+SCHEMAS = {
+    "weather": WEATHER["function"]["parameters"] | {"additionalProperties": False},
+    "now": {"$ref": "#/$defs/any", "$defs": {"any": {"enum": [{}, {"zone": 1}]}}},
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.mark}{form.written}")
+@pytest.mark.parametrize("rest", ["text", "calls", "document"])
+def test_texts_of_a_grammar_are_documents_or_calls_that_follow_their_schemas(form, rest):
+    """Random texts, over bytes alone and over a vocabulary that has the markers as tokens."""
+    functions = tuple((name, json.dumps(schema)) for name, schema in SCHEMAS.items())
+    spec = Grammar.json_schema(SKY) if rest == "document" else Grammar(rest)
+    markers = [text for text in (form.begin, form.end, "[ARGS]") if text]
+    for added, several in ((markers, True), ((), False)):
+        used = Bytes(added)
+        made = compile_grammar(
+            dataclasses.replace(spec, calls=Calls(form, functions, several)), used, 256 + len(added)
+        )
+        assert bool(made.final[0]) == (rest == "text")
+        rng, counts = random.Random(0), set()
+        for _ in range(60):
+            ids = walk(made, rng, 60)
+            pieces = [bytes([one]) if one < 256 else added[one - 256].encode() for one in ids]
+            whole, found = read(Reader(form), [b"".join(pieces).decode(errors="replace")])
+            counts.add(len(found))
+            for name, arguments in found:
+                jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+            if rest == "document" and not found:
+                jsonschema.validate(json.loads(whole.text), SKY)
+            elif rest != "text":
+                assert not whole.text.strip()
+        assert counts >= ({1} if rest == "calls" else {0})
+        assert max(counts) > 0 or rest != "calls"
+        assert not (counts - {0, 1}) or several
+        call = {
+            "named": f"{form.begin}now[ARGS]{{}}",
+            "bare": f'{{"name": "now", "{form.arguments}": {{}}}}',
+            "list": f'{form.begin}[{{"name": "now", "arguments": {{}}}}]{form.end}',
+            "objects": f'{form.begin}\n{{"name": "now", "arguments": {{}}}}\n{form.end}',
+        }[form.written]
+        for text, right in {
+            call: True,
+            call.replace("now", "weather"): False,
+            f"Hm. {call}": rest == "text",
+            f"{call} {call}": several
+            and (form.written in ("objects", "named") or (form is PHI and rest == "text")),
+            "<tool": rest == "text",
+            '{"blue": true}': rest == "document" or (rest == "text" and form.written != "bare"),
+        }.items():
+            assert accepts(made, tokens_of(text, used)) == right, text
+
+
+def tokens_of(text, used):
+    """The tokens of a text, markers first."""
+    parts = re.split("|".join(map(re.escape, used._added)), text) if used._added else [text]
+    marks = re.findall("|".join(map(re.escape, used._added)), text) if used._added else []
+    ids = list(parts[0].encode())
+    for mark, part in zip(marks, parts[1:], strict=True):
+        ids += [used._added[mark], *part.encode()]
+    return ids
 
 
 # Templates of the families, shortened to what tools and calls need.
@@ -176,6 +243,26 @@ def test_a_template_gets_tools_calls_and_results(name):
     without = request_of(CHAT, {"messages": TALK[:2], "tools": [WEATHER], "tool_choice": "none"})
     assert encoded(lm, without).form is None
     assert "weather" not in lm.tokenizer.decode(encoded(lm, without).ids[0])
+
+
+def test_the_grammar_of_a_request_follows_from_its_tools():
+    lm, _ = scripted(TEMPLATES["qwen"])
+    strict = NOW | {"function": NOW["function"] | {"strict": True}}
+    form = {"response_format": {"type": "json_object"}}
+    for body, kind, several in (
+        ({}, None, None),
+        ({"tools": [strict, WEATHER]}, "text", True),
+        (form, "json_object", True),
+        (form | {"tool_choice": "required", "parallel_tool_calls": False}, "calls", False),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "calls", False),
+        (form | {"tool_choice": "none"}, "json_object", None),
+    ):
+        request = request_of(CHAT, {"messages": TALK[:2], "tools": [NOW, WEATHER], **body})
+        grammar = encoded(lm, request).grammar
+        assert (grammar and grammar.kind, grammar and grammar.calls and grammar.calls.several) == (
+            kind,
+            several,
+        )
 
 
 @pytest.mark.parametrize(
