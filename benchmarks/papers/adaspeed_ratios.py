@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from benchmarks.papers import adaspeed_counts, adaspeed_sampled, rules
 from benchmarks.papers.adaspeed_counts import NAMES, TABLE
 from benchmarks.papers.counted import Case, Column, Counted, Work, choose
 from benchmarks.papers.rules import Rounds
-from benchmarks.papers.tables import FREE, Claim, Table
+from benchmarks.papers.tables import FREE, Claim, Counts, Table, more_than
 from benchmarks.papers.workbench import Workbench
 from jaxspec.costs.rounds import DraftCost
 from jaxspec.measuring.bench.speed import weights
@@ -19,7 +20,7 @@ from jaxspec.methods.base import share_of_step
 # The share of a step's bytes that the output head has in the paper's models, of which it measured LayerSkip's versions:
 # Llama-3.2-1B (16 layers, a head of 128,256 × 2,048) and Llama-2-7B (32 layers, a head of 32,000 × 4,096).
 HEADS = {"Llama 1B": 0.2126, "Llama 7B": 0.0198}
-CONSTANT, PRODUCT = NAMES["constant"], NAMES["product"]
+CONSTANT, PRODUCT, PROBE = NAMES["constant"], NAMES["product"], NAMES["probe"]
 # The rules of the sweep of the exit layer, and values of γ0 in the table of its search.
 SWEPT, SHOWN_GAMMAS = ("constant", "confidence", "product"), (0.1, 0.3, 0.6, 0.8, 0.95)
 # The pairs of rules of which the paper finds the first faster, by texts; see `says`.
@@ -28,6 +29,11 @@ PAIRS = {
     GREEDY: (("product", "constant"), ("product", "confidence"), ("product", "probe")),
     TOP_P: (("product", "constant"), ("product", "confidence"), ("probe", "product")),
 }
+# Two sentences of its text.
+SMALLER = (
+    "{texts}, AdaSPEED gains more over LayerSkip with the model of 1B than with that of 7B (costs only)."
+)
+ACCEPTED = "{texts}, a larger share of AdaSPEED's draft tokens is accepted with a probe than without."
 PAYS = "An early exit with the best constant length is faster than plain decoding."
 LOWER = (
     "The best exit of AdaSPEED is lower than that of LayerSkip and Draft & Verify's stop (4 against 6 of 16)."
@@ -116,8 +122,8 @@ class _Greedy:
         )
 
 
-def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
-    """Returns the tables over LayerSkip and over plain decoding, and the paper's claims at each cost."""
+def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], tuple[Claim, ...], Counts]:
+    """Returns the tables over LayerSkip and over plain decoding, the paper's claims, and the greedy counts."""
     greedy = _Greedy(bench, exits)
     one = greedy.one
     near = {greedy.cases[case].exit_layer for rule in SWEPT for case in one.chosen[NAMES[rule]].values()}
@@ -165,16 +171,37 @@ def tables(bench: Workbench, exits: Sequence[int]) -> tuple[tuple[Table, ...], t
         PRODUCT,
         0.95,
     )
-    return made, tuple(claims)
+    return made, tuple(claims), one.raw()
 
 
-def _compared(one: Counted, texts: str, column: int) -> Iterator[Claim]:
-    """Yields the claims that a rule is faster than another on some texts."""
-    paper = _printed(column)
+def _compared(one: Counted, texts: str, place: int) -> Iterator[Claim]:
+    """Yields the claims that a rule is faster than another on some texts, and two sentences about them."""
+    paper = _printed(place)
+
+    def printed(row: str, other: str) -> dict[str, float]:
+        return {model: paper[row][model] / paper[other][model] for model in HEADS}
+
     for row, other in PAIRS[texts]:
         if {NAMES[row], NAMES[other]} <= one.chosen.keys():
-            printed = {model: paper[NAMES[row]][model] / paper[NAMES[other]][model] for model in HEADS}
-            yield from one.claims(says(texts, row, other), NAMES[row], NAMES[other], paper=printed)
+            names = NAMES[row], NAMES[other]
+            yield from one.claims(says(texts, row, other), *names, paper=printed(*names))
+    small, big = (column for column in one.columns if column.heading in HEADS)
+    gains = [one.drawn(PRODUCT, column) / one.drawn(CONSTANT, column) for column in (small, big)]
+    of_paper = printed(PRODUCT, CONSTANT)
+    gain = one.cell(gains[0] / gains[1], of_paper[small.heading] / of_paper[big.heading])
+    claim = more_than(SMALLER.format(texts=texts), f"gain at {small.heading} ÷ at {big.heading}", gain)
+    yield dataclasses.replace(claim, costs=f"{small.heading} ÷ {big.heading}")
+    for column in one.columns if PROBE in one.chosen else ():
+        rates = [_accepted(one, row, column) for row in (PROBE, PRODUCT)]
+        claim = more_than(ACCEPTED.format(texts=texts), "rate with ÷ without", one.cell(rates[0] / rates[1]))
+        yield dataclasses.replace(claim, costs=column.heading)
+
+
+def _accepted(one: Counted, row: str, column: Column) -> np.ndarray:
+    """Returns the accepted share of a row's draft tokens, see `Column.drawn`: a round adds one token to these."""
+    work, weighted = one.reporting[one.chosen[row][column.heading]], weights(one.kinds)
+    rate: np.ndarray = (weighted @ (work.tokens - work.rounds)) / (weighted @ work.passes[:, 1])
+    return rate
 
 
 def _printed(texts: int) -> dict[str, Mapping[str, float]]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks.papers import asd_cosines, asd_other_texts, asd_runs
-from benchmarks.papers.asd_other_texts import PAPER, PARTS
+from benchmarks.papers.asd_other_texts import OF_CODE, PAPER, PARTS
 from benchmarks.papers.asd_runs import (
     AS_PRINTED,
     CALIBRATED,
@@ -27,7 +27,7 @@ from benchmarks.papers.asd_runs import (
 )
 from benchmarks.papers.counted import Case, Column, Counted, choose
 from benchmarks.papers.engine_counts import Counter, Counting, generated
-from benchmarks.papers.tables import FREE, Cell, Claim, Row, Table, all_hold
+from benchmarks.papers.tables import FREE, Cell, Claim, Counts, Row, Table, all_hold
 from benchmarks.papers.workbench import Workbench
 from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
 from jaxspec.io.methods.asd_numbers import ASDNumbers
@@ -46,6 +46,8 @@ PAPER_MS, PAPER_HEAD = (1.339, 0.768), 0.013
 TABLE_3 = {SEARCHED: 1.495, AS_PRINTED: 1.443}
 TABLE_5 = {"all rules": 1.443, "cosine and rule 2": 1.340, "cosine alone": 1.307, "rules 1 and 2": 1.179}
 ALL_TUNED = "all rules" + OF_TUNED
+# Searches of each mask, by their seeds.
+SEARCHES = 5
 # The numbers of ASD to try: α as quantiles of the model's similarities, m and n.
 EVERYS, KEEP_LASTS = (0, 3, 5), (0, 2)
 # ASD's numbers, or the mask of Draft & Verify.
@@ -60,11 +62,10 @@ def counted(bench: Workbench, masks: Masks) -> tuple[Counted, dict[Case, Draft]]
     """
     columns = _columns(bench)
     tuning, reporting = (Counter(bench, split, PARTS) for split in ("tuning", "reporting"))
-    tried = _tried(bench, masks)
-    drafts: dict[Case, Draft] = dict(tried.numbers)
-    for column in columns:
-        drafts[Case(SEARCHED, f"searched for {column.heading}")] = _searched(bench, column)
-    tuned = tuning.count({case: masks.counting(drafts[case]) for case in drafts if case not in tried.same})
+    tried, searched = _tried(bench, masks), _searched(bench, columns, SEARCHED)
+    drafts: dict[Case, Draft] = {**tried.numbers, **searched.plans}
+    own = [case for case in (*tried.numbers, *searched.again) if case not in tried.same]
+    tuned = tuning.count({case: masks.counting(drafts[case]) for case in own})
     tuned |= {case: tuned[other] for case, other in tried.same.items()}
     chosen = choose(tuned, columns)
     for row, numbers in asd_runs.ablation(ASDNumbers()).items():
@@ -77,23 +78,30 @@ def counted(bench: Workbench, masks: Masks) -> tuple[Counted, dict[Case, Draft]]
             drafts[part] = numbers
             chosen.setdefault(part.row, {})[heading] = part
     needed = {case for by_heading in chosen.values() for case in by_heading.values()}
+    needed = needed.union(*(searched.again.get(case, ()) for case in needed))
     counts = reporting.count({case: masks.counting(drafts[case]) for case in sorted(needed)})
     chosen = {AS_PRINTED: chosen["all rules"], **chosen}
-    return Counted(columns, chosen, counts, bench.kinds("reporting")), drafts
+    return Counted(columns, chosen, counts, bench.kinds("reporting"), searched.again), drafts
 
 
-def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
-    """Returns the tables of speed-ups, ablation and similarities, and the paper's claims, at each cost."""
+def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...], Counts]:
+    """Returns the tables of speed-ups, ablation and similarities, the paper's claims, and the greedy counts."""
     masks = Masks(bench)
     one, drafts = counted(bench, masks)
-    rows = dict(one.chosen)
+    rows, again, drafts = (
+        dict(one.chosen),
+        dict(one.again),
+        {**drafts, OF_CODE: ASDNumbers(every=4, keep_last=3)},
+    )
     # Prompt files have categories of their own; the searches on one kind of work need the project's prompts.
     searches = () if bench.options.prompt_file else ((THERE, CALIBRATED), (ELSEWHERE, SHIFTED))
     for row, kind in searches:
-        rows[row] = {column.heading: Case(row, f"for {column.heading}") for column in one.columns}
-        drafts |= {rows[row][column.heading]: _searched(bench, column, kind) for column in one.columns}
+        found = _searched(bench, one.columns, row, kind)
+        rows[row] = {column.heading: case for column, case in zip(one.columns, found.again, strict=True)}
+        drafts.update(found.plans)
+        again |= found.again
     others, told = asd_other_texts.tables(
-        bench, one.columns, rows, lambda case, temperature: masks.counting(drafts[case], temperature)
+        bench, one.columns, rows, again, lambda case, temperature: masks.counting(drafts[case], temperature)
     )
     similarities = [masks.similarities(tuple(prompt)) for prompt in bench.encoded("tuning")]
     cosines, observed = asd_cosines.tables(np.stack(similarities), bench.kinds("tuning"))
@@ -103,6 +111,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
         "time and a head 1.3 % of a step.",
         "Each text begins with γ 0.6. The paper carries γ from text to text.",
         "Draft tokens after the end of a text are not counted, a few percent of all.",
+        f"{SEARCHED}: the mean of {SEARCHES} searches, whose seeds the bootstrap draws, too.",
         *one.settings([TUNED]),
     )
     ablated = [row for row in one.chosen if row.removesuffix(OF_TUNED) in TABLE_5]
@@ -145,7 +154,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
         for parts in zip(*pairs, strict=True):
             joined = all_hold(says, parts)
             claims.append(Claim(says, joined.holds, joined.because, parts[0].costs))
-    return made, (*claims, *told, *observed)
+    return made, (*claims, *told, *observed), one.raw()
 
 
 def _printed(run: str, other: str | None = None) -> dict[str, float]:
@@ -218,21 +227,50 @@ def _shown(numbers: ASDNumbers) -> str:
     return f"α {numbers.alpha:g}, m {numbers.every}, n {numbers.keep_last}"
 
 
-def _searched(bench: Workbench, column: Column, kind: str | None = None) -> LayerPlan:
-    """Searches Draft & Verify's mask by agreement with the model's own text, at the costs of a column.
+class _Searched(NamedTuple):
+    """The masks of the searches of a row.
+
+    Attributes:
+      plans: by case.
+      again: by the case of the first search for each column, the cases of the others.
+    """
+
+    plans: dict[Case, LayerPlan]
+    again: dict[Case, tuple[Case, ...]]
+
+
+def _searched(bench: Workbench, columns: Sequence[Column], row: str, kind: str | None = None) -> _Searched:
+    """Searches Draft & Verify's masks at the costs of each column, several times; see `_search`."""
+    found = _Searched({}, {})
+    for column in columns:
+        first, *others = (
+            Case(row, f"searched for {column.heading}{f', seed {seed}' if seed else ''}")
+            for seed in range(SEARCHES)
+        )
+        found.again[first] = tuple(others)
+        found.plans.update(
+            {case: _search(bench, column, kind, seed) for seed, case in enumerate((first, *others))}
+        )
+    return found
+
+
+def _search(bench: Workbench, column: Column, kind: str | None, seed: int) -> LayerPlan:
+    """Searches Draft & Verify's mask by agreement with the model's own text.
 
     Args:
       bench: the workbench.
       column: the costs.
-      kind: task type of the prompts. Default: all.
+      kind: task type of the prompts; None for all.
+      seed: added to that of the options.
     """
     lm, depth = bench.lm, bench.lm.config.num_layers
-    name = "-".join([column.heading.replace(" ", "-"), *([kind] if kind else [])])
+    words = column.heading.replace(" ", "-"), kind, f"seed-{seed}" if seed else None
+    name = "-".join(filter(None, words))
     options = SearchOptions(
         trials=TRIALS,
         keep_first_last=depth > 2,
         max_new_tokens=min(SearchOptions().tokens, bench.options.max_new_tokens),
-        seed=bench.options.seed,
+        seed=bench.options.seed + seed,
     )
     attention, mlp, head = column.prices
     costs = Costs(attention / depth, mlp / depth, head, ((1, 1.0), (K + 1, 1.0)))

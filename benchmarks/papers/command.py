@@ -172,7 +172,8 @@ class Papers:
         if options.directory is not None:
             from jaxspec.host.files import write_atomic
 
-            write_atomic(options.directory / REPORT, json.dumps(found, ensure_ascii=False) + "\n")
+            text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+            write_atomic(options.directory / REPORT, f"{text}\n")
             print(f"jaxspec: wrote {options.directory / REPORT}", file=sys.stderr)
         if self.json:
             print(json.dumps(found))

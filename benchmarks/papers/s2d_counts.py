@@ -17,14 +17,13 @@ from benchmarks.papers.counted import Case, Column, Counted, Work, choose
 from benchmarks.papers.engine_counts import Counter, Counting, generated
 from benchmarks.papers.s2d_printed import TABLE_2, TARGETS
 from benchmarks.papers.s2d_runs import FIRST, LAST, LONGEST, MIDDLE, SFT, SORTED, shown
-from benchmarks.papers.tables import FREE, Cell, Claim, Row, Table, more_than
+from benchmarks.papers.tables import FREE, Cell, Claim, Counts, Row, Table, more_than
 from benchmarks.papers.workbench import Workbench
 from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.s2d_drafter import S2D as Drafting
 from jaxspec.io.methods.method_files import fingerprint
 from jaxspec.measuring.bench.prompts import Split
-from jaxspec.measuring.bench.speed import spread
 from jaxspec.measuring.tuning.s2d_sweep import SortedDraft, s2d_grid, sorted_draft
 from jaxspec.methods.base import layers_of, share_of_step
 from jaxspec.model import llama
@@ -63,15 +62,21 @@ class Tallied(Drafting):
         assert isinstance(cache, KVCache)
         here = (start + i)[:, None]
         reached = jnp.stack([jnp.asarray(self._is_reached(number)) for number in range(len(self.exits))])
-        offered = jnp.stack([jnp.asarray(self._is_offered(number)) for number in range(len(self.exits))])
-        ran = (waiting.passed > here) & reached
-        jax.debug.callback(_tally, ran[0], (ran & offered)[0])
+        jax.debug.callback(_deepest, ((waiting.passed > here) & reached)[0])
         return logits, hidden, (cache, waiting)
 
+    def _is_sure(self, logits: jax.Array, number: int) -> jax.Array:
+        # Called for each head that a token looks at, not for exits that only free the slots of waiting tokens.
+        jax.debug.callback(_look)
+        return Drafting._is_sure(self, logits, number)
 
-def _tally(ran: np.ndarray, looked: np.ndarray) -> None:
+
+def _deepest(ran: np.ndarray) -> None:
     _seen["depths"][int(np.sum(ran)) - 1] += 1
-    _seen["heads"] += np.sum(looked)
+
+
+def _look() -> None:
+    _seen["heads"] += 1
 
 
 class Setting(NamedTuple):
@@ -142,8 +147,8 @@ def counted(
 
 def tables(
     bench: Workbench, found: SortedDraft, sorted_target: Workbench | None = None
-) -> tuple[tuple[Table, ...], tuple[Claim, ...]]:
-    """Returns the tables of speed-ups and of their ratios, and the paper's claims at each cost.
+) -> tuple[tuple[Table, ...], tuple[Claim, ...], Counts]:
+    """Returns the tables of speed-ups and of their ratios, the paper's claims at each cost, and the greedy counts.
 
     Args:
       bench: the target's workbench.
@@ -158,9 +163,10 @@ def tables(
     words, last = [*bench.options.runs], f"exit {found.drafter.exits[-1]} alone"
     notes = (
         "Exact counts of greedy texts. The columns of the paper's targets have its costs: a layer of the draft costs "
-        "1/32, 1/40 and about 1/200 of a step (from the mean accepted tokens and speed-ups of its Table 2, if a draft "
-        "has five tokens), and the exits count as its 6, 9 and 12 layers. Each head that a rule looks at costs "
-        f"{DRAFT_HEAD:.2f} layers, by bytes; S2D looks at several for a token, an exit alone at one.",
+        "at most 1/32, 1/40 and about 1/200 of a step (from the mean accepted tokens and speed-ups of its Table 2, if "
+        "a draft has five tokens; less if drafts are longer), and the exits count as its 6, 9 and 12 layers. Each head "
+        f"that a rule looks at costs {DRAFT_HEAD:.2f} layers, by bytes; S2D looks at several for a token, an exit "
+        "alone at one.",
         *([f"{TWIN}: `{words[0]}`."] if words else []),
         *one.settings(),
     )
@@ -204,7 +210,7 @@ def tables(
         table, told = s2d_sorted_target.from_counts((bench, one), (sorted_target, alone), SINGLE)
         made.append(table)
         claims += told
-    return tuple(made), tuple(claims)
+    return tuple(made), tuple(claims), one.raw()
 
 
 def _grid(found: SortedDraft) -> dict[Case, Setting]:
@@ -260,10 +266,9 @@ def _average(one: Counted, paper: Mapping[str, Mapping[str, float]], rows: Seque
 
     # The fastest on reporting prompts: this favours the exit.
     rival = max((row for row in rows if row != SORTED), key=lambda row: mean(row)[0])
-    ours, interval = spread(mean(SORTED) / mean(rival))
     printed = {row: sum(paper[row][target] for target in TARGETS) for row in rows}
     best = max(figure for row, figure in printed.items() if row != SORTED)
-    ratio = Cell(printed[SORTED] / best, ours, interval if len(one.kinds) > 1 else None)
+    ratio = one.cell(mean(SORTED) / mean(rival), printed[SORTED] / best)
     claim = more_than(
         "On average over its targets, S2D is faster than the best one exit for all of them.",
         f"S2D ÷ {rival}",

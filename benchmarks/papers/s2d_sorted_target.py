@@ -116,8 +116,8 @@ def from_counts(
         for row in dict.fromkeys((single, best)):
             speed, share = TABLE_1[whose] if row == best else (None, None)
             cells = {
-                column.heading: dataclasses.replace(
-                    counts.over(row, None, column), paper=speed if column.heading == PRINTED_FOR else None
+                column.heading: counts.over(
+                    row, None, column, speed if column.heading == PRINTED_FOR else None
                 )
                 for column in columns
             }
@@ -125,9 +125,7 @@ def from_counts(
     printed = TABLE_1["sorted draft"][0] / TABLE_1["sorted target"][0]
     claims = []
     for heading, mine, its in zip(common, *drawn, strict=True):
-        ours, interval = spread(mine / its)
-        several = len(served[1].kinds) > 1
-        ratio = Cell(printed if heading == PRINTED_FOR else None, ours, interval if several else None)
+        ratio = served[1].cell(mine / its, printed if heading == PRINTED_FOR else None)
         claim = more_than(FASTER, "sorted draft ÷ sorted target", ratio)
         claims.append(dataclasses.replace(claim, costs=heading))
     notes = (

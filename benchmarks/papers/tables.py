@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 FORMAT = "jaxspec.paper/1"
 # The costs of counts at which a pass costs the bytes of the weights that it reads, for any number of rows.
 FREE = "free rows"
+# By row and setting: the tokens, rounds and draft passes of each text.
+Counts = Mapping[str, Sequence[Sequence[Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Claim:
       because: the figures that decide, or the reason that they do not.
       costs: heading of the costs at which it was judged, see `counted.Column`; "" for measured times.
       figure: the figure that decides, with the paper's; None if there are several or none.
+      alike: the geometric mean of this figure over the kinds of work, which then weigh alike; None if it has none.
     """
 
     says: str
@@ -84,6 +88,7 @@ class Claim:
     because: str
     costs: str = ""
     figure: Cell | None = None
+    alike: Cell | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,7 @@ class Report:
       tables, claims: see `Table` and `Claim`.
       runs: the user's methods beside the paper's own, as words.
       sorted_target: name of the sorted target; None without one.
+      counts: of the first table of counts, see `counted.Counted.raw`; empty for times.
       format: format of the JSON of `dataclasses.asdict`.
     """
 
@@ -113,6 +119,7 @@ class Report:
     claims: tuple[Claim, ...]
     runs: tuple[str, ...] = ()
     sorted_target: str | None = None
+    counts: Counts = dataclasses.field(default_factory=dict)
     format: str = FORMAT
 
 

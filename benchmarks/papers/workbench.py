@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.papers.options import PaperOptions
-from benchmarks.papers.tables import FORMAT, Cell, Claim, Report, Row, Table
+from benchmarks.papers.tables import FORMAT, Cell, Claim, Counts, Report, Row, Table
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress
 from jaxspec.io.methods.method_files import check_model, read_format
@@ -327,8 +327,14 @@ class Workbench:
             log.add(compute())
         return log.entries[0]
 
-    def report(self, paper: str, tables: Sequence[Table], claims: Sequence[Claim]) -> Report:
-        """Returns the report of the tables and claims, with the model's fitness."""
+    def report(
+        self,
+        paper: str,
+        tables: Sequence[Table],
+        claims: Sequence[Claim],
+        counts: Counts | None = None,
+    ) -> Report:
+        """Returns the report of the tables, claims and counts, with the model's fitness."""
         lm, fitness = self.lm, self.fitness
         # Counts have no turns, and greedy texts no seed.
         limit = () if self.options.counts and self.options.limit is None else ("limit",)
@@ -346,4 +352,5 @@ class Workbench:
             tuple(claims),
             tuple(self.options.runs),
             self.options.sorted_target,
+            counts or {},
         )

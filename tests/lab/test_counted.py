@@ -11,6 +11,7 @@ import pytest
 from benchmarks import papers
 from benchmarks.papers import (
     adaspeed_counts,
+    adaspeed_ratios,
     adaspeed_sampled,
     asd_cosines,
     asd_counts,
@@ -53,6 +54,7 @@ def little(monkeypatch):
     monkeypatch.setattr(asd_counts, "EVERYS", (0, 2))
     monkeypatch.setattr(asd_counts, "KEEP_LASTS", (0, 1))
     monkeypatch.setattr(asd_counts, "TRIALS", 2)
+    monkeypatch.setattr(asd_counts, "SEARCHES", 2)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,35 @@ def test_each_task_type_has_a_row_of_its_own_texts_and_all_weigh_the_same_in_the
     ]
     assert table.cell("sums", FREE).interval == (3.0, 3.0)
     assert table.cell("facts", FREE).interval is None  # a single text
+    (claim, _) = found.claims("It is faster.", "one", "other")
+    assert (claim.figure.ours, claim.alike.ours) == pytest.approx((27 / 15, 3**0.5))
+
+
+def test_the_interval_contains_the_seed_of_a_search():
+    first, second, plain = Case("searched", ""), Case("searched", "seed 1"), Case("plain", "")
+    works = {
+        case: work([9, 9], [rounds] * 2, [[0, 0]] * 2)
+        for case, rounds in ((first, 3), (second, 9), (plain, 9))
+    }
+    chosen = choose({first: works[first], plain: works[plain]}, COLUMNS)
+    found = Counted(COLUMNS, chosen, works, ["a", "a"], {first: [second]})
+    cell = found.over("searched", "plain", COLUMNS[0])
+    assert (cell.ours, cell.interval) == (2.0, (1.0, 3.0))
+    assert found.raw()["searched"] == [[9, 9], [3, 3], [[0, 0]] * 2]
+
+
+def test_the_sentences_about_probes_and_about_the_smaller_model():
+    """Of 9 tokens in 3 rounds 6 were drafted; the probe drafts 8 for them, the constant length 12."""
+    columns = tuple(Column(name, price) for name, price in (("Llama 1B", (0.2, 0)), ("Llama 7B", (0.3, 0))))
+    drafted = {adaspeed_ratios.PRODUCT: 6, adaspeed_ratios.PROBE: 8, adaspeed_ratios.CONSTANT: 12}
+    works = {Case(row, ""): work([9, 9], [3, 3], [[count, count]] * 2) for row, count in drafted.items()}
+    found = Counted(columns, choose(works, columns), works, ["a", "a"])
+    *_, smaller, one, seven = adaspeed_ratios._compared(found, adaspeed_ratios.TOP_P, 1)
+    assert smaller.figure.ours == pytest.approx((5.4 / 4.2) / (6.6 / 4.8))
+    assert (smaller.holds, smaller.costs) == (False, "Llama 1B ÷ Llama 7B")
+    assert smaller.figure.paper == pytest.approx(1.42 / 1.21)
+    assert [claim.figure.ours for claim in (one, seven)] == pytest.approx([0.75, 0.75])
+    assert not one.holds
 
 
 def test_intervals_have_the_unbiased_variance_of_a_mean():
