@@ -448,7 +448,8 @@ as much as it has tokens, and stories have 46 %; *alike* is the geometric mean o
 
 The embedded models `large` (15.9M parameters) and `small` (4.1M) solve generated tasks and write poor stories
 ([Measurements](measurements/embedded.md)). `large` was made from `small`, so the two are not independent. No interval
-covers other models, another training of a draft, or another choice of the settings.
+covers other models, another training of a draft, another choice of the settings or, except in the counts of `small`,
+another search of Draft & Verify.
 
 **The last three of 12 layers hardly serve the tasks, and no verdict about ASD or AdaSPEED depends on that; only × plain
 does.** Both models fail this check of their depth: the layers lower the loss on answers by less than .02. With the
