@@ -215,8 +215,8 @@ class Outcome:
       start: int32[B], the position of the pending token that `aux_hidden_states` begin with; None without them.
       fed: int32[B, K + 1], for a tree [B, N + 1]: the verified tokens, the pending one first, −1 in empty rows.
         None unless the drafter has `num_top_tokens`.
-      top_tokens: int32[B, K + 1, M] or [B, N + 1, M], the top M target tokens after each of `fed`,
-        for a drafter whose `num_top_tokens` is M; None for others.
+      top_tokens: int32[B, K + 1, M] or [B, N + 1, M], the top M target tokens after each of `fed`, −1 where a grammar
+        allows fewer, for a drafter whose `num_top_tokens` is M; None for others.
       beside: [B, M, D], the residual streams of the rows of `Drafter.beside` after all layers; None without them.
 
     Examples:

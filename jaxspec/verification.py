@@ -56,6 +56,13 @@ class Inputs(NamedTuple):
     widths: tuple[int, ...]
     log_probs: jax.Array | None
 
+    def masked(self, logits: jax.Array) -> jax.Array:
+        """Returns the logits [B, R, V] of the first R rows, −inf where a grammar forbids a token."""
+        grammar = self.view.grammar
+        if grammar is None or self.states is None:
+            return logits
+        return grammar.mask(logits, self.states[:, : logits.shape[1]])
+
 
 class Pass(NamedTuple):
     """The results of a pass of the target, except its logits.
@@ -183,7 +190,8 @@ def run_target(
         hidden = jnp.concatenate([exits, hidden], axis=1)
     logits, top_tokens = llama.logits(config, target, hidden), None
     if drafter.num_top_tokens:
-        top_tokens = widened(jax.lax.top_k(logits, drafter.num_top_tokens)[1], drafter.num_nodes + 1)
+        top, top_tokens = jax.lax.top_k(inputs.masked(logits), drafter.num_top_tokens)
+        top_tokens = widened(jnp.where(top > -jnp.inf, top_tokens, -1), drafter.num_nodes + 1)
     return logits, Pass(cache, aux_hidden_states, top_tokens, further)
 
 
@@ -201,8 +209,7 @@ def _judged(
       branches: the R rows of a tree; None for a chain.
     """
     view, penalties, drawing = inputs.view, inputs.view.penalties, inputs.distribution.drawing
-    if view.grammar is not None and inputs.states is not None:
-        logits = view.grammar.mask(logits, inputs.states[:, : logits.shape[1]])
+    logits = inputs.masked(logits)
 
     def sampled() -> tuple[Acceptance, jax.Array]:
         judged = logits

@@ -124,6 +124,20 @@ def test_greedy_texts_of_fuzzed_models_are_the_slow_decoders(seed):
             ], (name, config)
 
 
+def test_token_recycling_keeps_only_tokens_that_the_grammar_allows():
+    one, prompt = table(7), PROMPTS[0]
+    loop = constrained(tiny.loop(tiny.Combination("token-recycling", "-", "greedy")), (one,))
+    state, _ = loop.begin([prompt], 8, eos=EOS)
+    pending = int(state.tokens[0, len(prompt)])
+    state, _ = loop.go_on(state, 1)
+    free = np.array(reference.forward(loop.config, tiny.params(loop.config), [*prompt, pending])[-1])
+    logits = masked(one, free, [pending], EOS)
+    best = [int(token) for token in np.argsort(-logits, kind="stable") if logits[token] > -np.inf]
+    kept = state.drafter_state[0, pending].tolist()
+    assert kept == (best + [-1] * len(kept))[: len(kept)]
+    assert kept != np.argsort(-free, kind="stable")[: len(kept)].tolist()
+
+
 def next_probs(one: TokenTable, prompt, eos, presence, prefix, **warp) -> np.ndarray | None:
     logits = np.array(reference.forward(FOUR, tiny.params(FOUR), [*prompt, *prefix])[-1])
     logits[list(prefix)] -= presence
