@@ -585,6 +585,13 @@ _MERGE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@functools.lru_cache(1024)
+def _misspelt(name: str) -> str | None:
+    """Returns the keyword that an unknown one is like, such as `requried`; None for an annotation."""
+    guess = nearest(name, {*_KNOWN, *_ANNOTATIONS, "minContains", "maxContains"})
+    return guess if guess and guess in _KNOWN and (len(guess) > 4 or guess.lower() == name.lower()) else None
+
+
 def _without(schema: Schema, name: str) -> Schema:
     return {key: value for key, value in schema.items() if key != name}
 

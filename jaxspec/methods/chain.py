@@ -186,4 +186,5 @@ class ChainMethod(DraftingMethod):
 
         first = _THRESHOLDS[rule] if self.gamma is None else self.gamma
         gamma = AdaptiveGamma(first) if self.adaptive_gamma else FixedGamma(first)
-        return jax.tree.map(jnp.float32, gamma)
+        typed: Gamma = jax.tree.map(jnp.float32, gamma)
+        return typed

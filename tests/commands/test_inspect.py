@@ -123,23 +123,22 @@ def test_exits_are_models_cut_short(lm, report):
 
 
 def test_rows_of_a_batch_do_not_see_each_other_or_their_padding():
-    config = dataclasses.replace(DEEP, rope_scaling=None)
+    config, params = dataclasses.replace(DEEP, rope_scaling=None), deep_params()
     rng = np.random.default_rng(0)
     prompts, start = rng.integers(0, 13, (2, 4)), np.array([1, 3], np.int32)
     fed, count = rng.integers(0, 13, (2, 8)), np.array([7, 3], np.int32)
 
     @jax.jit
     def run(prompts, start, fed, count):
-        texts, _ = prepare(
-            config, deep_params(), np.pad(prompts, ((0, 0), (0, 12))), start, fed, count, chunk_size=4
-        )
-        return exit_choices(config, deep_params(), texts)
+        padded = jnp.pad(prompts, ((0, 0), (0, 12)))
+        texts, _ = prepare(config, params, padded, start, fed, count, chunk_size=4)
+        return exit_choices(config, params, texts)
 
     chosen = np.asarray(run(prompts, start, fed, count))
     for row, (prompt, text) in enumerate(zip(prompts, fed, strict=True)):
         known = [*prompt[: start[row]], *text[: count[row]]]
         expected = [
-            reference.forward(config, deep_params(), known, num_layers=depth).argmax(-1)[start[row] :]
+            reference.forward(config, params, known, num_layers=depth).argmax(-1)[start[row] :]
             for depth in (1, 2, 3)
         ]
         np.testing.assert_array_equal(chosen[:, row, : count[row]], expected)

@@ -34,7 +34,7 @@ LINES = {
     "methods": 1485,
     "model": 2168,
     "programs": 1045,
-    "serving": 2506,
+    "serving": 2460,
     "session": 1193,
     "testing": 655,
     "texts": 887,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import methods
+from jaxspec.costs.rounds import DraftCost, StepCosts
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads import files as heads
@@ -266,6 +267,20 @@ def test_a_bias_costs_what_each_token_reads(tmp_path):
 
 
 @pytest.mark.full
+def test_texts_of_auto_are_plain_decodings(tmp_path, monkeypatch):
+    monkeypatch.setattr(methods.DSpark, "cost", lambda *given: DraftCost(head=False))
+    model, prompt = with_head(tmp_path, deepspec()), (3, 4, 5, 3, 4)
+    # The rows of a step are free.
+    model.step_costs = StepCosts(
+        "a device", "tiny", "float32", 4, 0, ((1, 1, 8.0), (33, 1, 8.0)), 1, 5.0, 0.0
+    )
+    model.warm_up(max_tokens=32, method="auto", among="dspark")
+    found = model.generate(prompt, method="auto", among="dspark", max_new_tokens=16, ignore_eos=True)
+    assert found.tokens == slow.greedy(TARGET, MODEL[1], prompt, 16)
+    assert found.statistics.num_draft_tokens
+
+
+@pytest.mark.full
 def test_a_head_drafts_by_the_name_of_its_method(tmp_path, model):
     content, tensors = deepspec()
     write(
@@ -280,9 +295,6 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, model):
     plain = slow.greedy(TARGET, MODEL[1], prompt, 10)
     options = {"max_new_tokens": 10, "ignore_eos": True, "method": "dspark"}
     assert model.generate(prompt, **options, stop_rule="probe").tokens == plain
-    chosen = model.generate(prompt, **(options | {"method": "auto"}), among="dspark")
-    assert chosen.tokens == plain
-    assert chosen.statistics.num_draft_tokens
     ranking = vocabulary_file.Ranking((0, 1), tuple(range(2, 9)), 9)
     vocabulary_file.write_vocabulary(path, model.fingerprint, SIZE, ranking, {})
     assert model.drafter("dspark", draft_vocab=str(path))[1]["markov_out"].shape == (9, RANK)

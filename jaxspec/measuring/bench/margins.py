@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.texts.results import Score
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
@@ -37,5 +38,5 @@ def margin(lm: LanguageModel, context: Sequence[int], token: int, other: int) ->
       >>> margin(lm, [3, 4], token, (token + 1) % 13) > 0, margin(lm, [3, 4], token, token)
       (True, 0.0)
     """
-    of_token, of_other = lm.score([context, context], [[token], [other]])
+    of_token, of_other = cast("list[Score]", lm.score([context, context], [[token], [other]]))
     return of_token.log_prob - of_other.log_prob

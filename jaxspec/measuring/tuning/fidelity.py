@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxspec.measuring.bench import prompts
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.quantisation import NUM_OUTLIERS, quantise
+from jaxspec.texts.results import Score
 
 # Tokens of context; a longer text is cut into windows of as many.
 WINDOW = 512
@@ -116,6 +117,7 @@ def _forms(
 def _losses(config: LlamaConfig, params: Params, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Returns −log probability of each token of windows int32[N + 1] but their first, and the most likely tokens."""
     texts = [row.tolist() for row in rows]
-    scores = LanguageModel(config, params).score([text[:1] for text in texts], [text[1:] for text in texts])
+    found = LanguageModel(config, params).score([text[:1] for text in texts], [text[1:] for text in texts])
+    scores = cast("list[Score]", found)
     losses = [-log_prob for score in scores for log_prob in score.log_probs]
     return np.array(losses), np.array([token for score in scores for token in score.top_tokens])

@@ -211,7 +211,7 @@ def _survey(
     # The last prompt token predicts the first new token, so the pass begins with it.
     fed = [[prompt[-1], *text] for prompt, text in zip(prompts, texts, strict=True)]
     prepared, similarities = prepare_texts(lm, prompts, fed)
-    begun = prepared.replace(start=prepared.start - 1)
+    begun = dataclasses.replace(prepared, start=prepared.start - 1)
     similar, chosen = fetched((similarities, _exit_choices(lm.config, lm.params, begun)))
     counts = np.array([len(text) for text in texts])
     real = np.arange(chosen.shape[2]) < counts[:, None]
