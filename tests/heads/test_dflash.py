@@ -282,6 +282,8 @@ def test_options_and_names_stand_where_trainers_put_them(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, one.load(np.float32), other.load(np.float32))
     for name, files in {"own": dflash(), "speculators": speculators(), "deepspec": deepspec()}.items():
         check_rewritten(tmp_path / name, files)
+    with pytest.raises(ValueError, match="last layer is read, but not written"):
+        check_rewritten(tmp_path / "final", dflash(target_layer_ids=[0, TARGET.num_layers - 1]))
 
 
 BAD = {

@@ -177,7 +177,13 @@ def entries(config: DFlashConfig, more: Mapping[str, str] = MappingProxyType({})
 
 
 def content(config: DFlashConfig, dtype_name: str) -> dict[str, Any]:
-    """Returns the content of `config.json`, without the target. No auxiliary layer is `FINAL`."""
+    """Returns the content of `config.json`, without the target.
+
+    Raises:
+      ValueError: the head reads the output of the last layer, whose number only the target knows.
+    """
+    if FINAL in config.aux_layers:
+        raise ValueError("a head that reads the output of the target's last layer is read, but not written")
     ids = [layer - 1 for layer in config.aux_layers if layer != FINAL]
     own = {"mask_token_id": config.mask_id, AUX_LAYER_IDS: ids}
     made = config_json(config.block, dtype_name) | {"architectures": ["DFlashDraftModel"]}

@@ -209,21 +209,28 @@ def entries(config: EagleConfig) -> Iterator[Entry]:
 
 def content(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
     """Returns the content of `config.json`, as yuhuili's and SpecForge's, without the target."""
-    made = config_json(config.block, dtype_name) | {"architectures": [_ARCHITECTURES[config.kind]]}
+    made = _of_block(config, dtype_name) | {"architectures": [_ARCHITECTURES[config.kind]]}
     if config.kind == "eagle":
         return made | {"bias": config.fc_bias}
     return made | _of_eagle3(config)
 
 
+def _of_block(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
+    """Returns the keys of the head's layers. A Llama layer with biases of queries, keys and values has `qkv_bias`."""
+    block = config.block
+    both = block.output_bias if block.model_type == "llama" else block.qkv_bias
+    made = config_json(dataclasses.replace(block, qkv_bias=both), dtype_name)
+    return made if block.qkv_bias == both else made | {"qkv_bias": block.qkv_bias}
+
+
 def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
     """Returns the keys of `config.json` that are not those of a Llama; options that are off are left out."""
     aux_layers = [layer for layer in config.aux_layers if layer != FINAL]
-    options: dict[str, Any] = {name: True for name, norm in _FEATURE_NORMS.items() if norm == config.aux_norm}
-    flags = {"norm_before_residual": config.residual_is_normed, "norm_output": config.output_is_normed}
-    options |= {name: True for name, is_on in flags.items() if is_on}
-    if config.mask_id is not None:
-        options["mask_token_id"] = config.mask_id
-    return options | {
+    width = None if config.target_width == config.block.hidden_size else config.target_width
+    options: dict[str, Any] = {name: norm == config.aux_norm for name, norm in _FEATURE_NORMS.items()}
+    options |= {"norm_before_residual": config.residual_is_normed, "norm_output": config.output_is_normed}
+    options |= {"mask_token_id": config.mask_id, "target_hidden_size": width}
+    return {name: one for name, one in options.items() if one is not None and one is not False} | {
         "draft_vocab_size": config.block.vocab_size if config.head_size is None else config.head_size,
         AUX_LAYER_IDS: aux_layers,
         "jaxspec": {"taps": aux_layers},
@@ -247,7 +254,6 @@ def specforge(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
 
 def speculators(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
     """Returns the content of speculators' `config.json`, without the verifier's name."""
-    width = config.target_width or config.block.hidden_size
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": 5,
@@ -263,8 +269,8 @@ def speculators(config: EagleConfig, dtype_name: str) -> dict[str, Any]:
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": None, "architectures": []},
         },
-        "transformer_layer_config": config_json(config.block, dtype_name),
-        "target_hidden_size": None if width == config.block.hidden_size else width,
+        "transformer_layer_config": _of_block(config, dtype_name),
+        "target_hidden_size": None,
         "norm_before_residual": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name,
