@@ -26,7 +26,7 @@ LINES = {
     "drafting": 1748,
     "engine": 1338,
     "grammar": 1217,
-    "heads": 2669,
+    "heads": 2674,
     "host": 657,
     "io": 4167,
     "loading": 492,
