@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from jaxspec.grammar.automaton import GrammarError, Nodes
+from jaxspec.grammar.automaton import GrammarError, Node, Nodes
 from jaxspec.grammar.json_schema import JsonSchema
 from jaxspec.grammar.regex import Regex
 
@@ -55,7 +54,7 @@ class Calls:
         """The markers of the form."""
         return self.form.begin, self.form.end, ARGS
 
-    def start(self, nodes: Nodes, markers: Markers, end: int, free: bool, document: int | None) -> int | None:
+    def start(self, nodes: Nodes, markers: Markers, end: int, free: bool, document: Node) -> Node:
         """Returns the node that reads a text with calls.
 
         Args:
@@ -88,7 +87,7 @@ class Calls:
         nodes.edges[begin] = (*kept, *((byte, byte, begin) for byte in spaces))
         return nodes.close(begin, end, inner)
 
-    def _body(self, nodes: Nodes, markers: Markers, end: int | None) -> int | None:
+    def _body(self, nodes: Nodes, markers: Markers, end: Node) -> Node:
         """Returns the node that reads what is between the markers."""
         if self.form.written != "list":
             return nodes.either(*(self._call(nodes, markers, *one, end) for one in self.functions))
@@ -98,11 +97,10 @@ class Calls:
         nodes.close(after, nodes.literal(b"]", end), comma if self.several else None)
         return nodes.literal(b"[", call)
 
-    def _call(self, nodes: Nodes, markers: Markers, name: str, schema: str, end: int | None) -> int | None:
+    def _call(self, nodes: Nodes, markers: Markers, name: str, schema: str, end: Node) -> Node:
         named = self.form.written == "named"
         try:
-            arguments = JsonSchema(json.loads(schema), nodes)
-            inside = arguments.document(end if named else nodes.literal(b"}", end))
+            inside = JsonSchema.of(schema, nodes).document(end if named else nodes.literal(b"}", end))
         except GrammarError as error:
             raise GrammarError(f"function {name}: {error}") from None
         if named:
@@ -131,16 +129,16 @@ class Markers:
         known = dict.fromkeys(text for text in texts if text and text in added)
         return {text: cls.OTHER - 1 - at for at, text in enumerate(known)}
 
-    def literal(self, text: str, end: int | None) -> int | None:
+    def literal(self, text: str, end: Node) -> Node:
         """Returns the node that reads a marker: its token, or its bytes if it has none."""
         token = self._known.get(text)
         return self._nodes.literal(text.encode() if token is None else bytes([token]), end)
 
-    def spaced(self, start: int | None) -> int | None:
+    def spaced(self, start: Node) -> Node:
         """Returns the node that reads a text, perhaps after a space."""
         return self._nodes.either(start, *(self._nodes.literal(space, start) for space in _SPACES))
 
-    def search(self, text: str, found: int | None, *ends: int) -> list[int]:
+    def search(self, text: str, found: Node, *ends: int) -> list[int]:
         """Returns nodes that read any text and then a marker, as its token or its bytes; the first one begins.
 
         Args:
@@ -157,7 +155,7 @@ class Markers:
             rows.append(list(rows[back]) if at else [0] * self.FIRST)
             rows[at][byte] = at + 1
             back = rows[back][byte] if at else 0
-        tokens: list[tuple[int, int | None]] = [(self.OTHER, places[0])]
+        tokens: list[tuple[int, Node]] = [(self.OTHER, places[0])]
         tokens += [(byte, found if name == text else places[0]) for name, byte in self._known.items()]
         for place, row in zip(places, rows, strict=True):
             targets = [*((byte, after[to]) for byte, to in enumerate(row)), *tokens]

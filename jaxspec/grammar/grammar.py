@@ -7,7 +7,6 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -174,11 +173,7 @@ def _automaton(spec: Grammar, known: Mapping[str, int]) -> tuple[np.ndarray, np.
     elif spec.kind == "json_object":
         start = JsonSchema({"type": "object"}, nodes, OBJECT_DEPTH - 1).document(end)
     elif spec.kind == "json_schema":
-        try:
-            schema = json.loads(str(spec.source), parse_float=_finite, parse_constant=_finite)
-        except ValueError as error:
-            raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
-        start = JsonSchema(schema, nodes).document(end)
+        start = JsonSchema.of(str(spec.source), nodes).document(end)
     elif spec.kind not in ("text", "calls") or spec.calls is None:
         raise GrammarError(f"kind is {spec.kind!r}; expected json_schema, json_object, choices or regex")
     if spec.calls is not None:
@@ -188,9 +183,3 @@ def _automaton(spec: Grammar, known: Mapping[str, int]) -> tuple[np.ndarray, np.
     if spec.after is not None:
         start = markers.search(spec.after, markers.spaced(start))[0]
     return deterministic(nodes, start, end)
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"the number {text} is not finite")
-    return number

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -107,6 +108,18 @@ class JsonSchema:
 
     def __init__(self, schema: Any, nodes: Nodes, any_depth: int = ANY_DEPTH) -> None:
         self._root, self._nodes, self._any_depth = schema, nodes, any_depth
+
+    @classmethod
+    def of(cls, text: str, nodes: Nodes) -> JsonSchema:
+        """Returns the automaton of a schema's JSON text.
+
+        Raises:
+          GrammarError: it is not valid JSON.
+        """
+        try:
+            return cls(json.loads(text, parse_float=_finite, parse_constant=_finite), nodes)
+        except ValueError as error:
+            raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
 
     def document(self, end: Node) -> Node:
         """Returns the node that reads a text, perhaps after a space.
@@ -583,6 +596,12 @@ _MERGE: dict[str, Callable[[Any, Any], Any]] = {
     "pattern": lambda one, other: (*_patterns(one), *_patterns(other)),
     "allOf": lambda one, other: [*one, *other],
 }
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text} is not finite")
+    return number
 
 
 @functools.lru_cache(1024)

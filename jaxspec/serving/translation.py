@@ -61,9 +61,8 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
             calls = Calls(form, request.functions, request.most_calls is None)
             rest = Grammar("calls") if request.must_call else grammar or Grammar("text")
             grammar = dataclasses.replace(rest, calls=calls)
-        if grammar:
-            grammar = dataclasses.replace(grammar, after=lm.thinks(ids))
-        return Prompts([ids], [""], form, grammar)
+        whole = grammar and dataclasses.replace(grammar, after=lm.thinks(ids))
+        return Prompts([ids], [""], form, whole)
     found, texts = [], []
     for prompt in request.prompts:
         if isinstance(prompt, str):
@@ -157,7 +156,8 @@ def rows_of(
         try:
             options["grammar"] = compile_grammar(prompts.grammar, lm.tokenizer, lm.config.vocab_size)
         except GrammarError as error:
-            raise BadField(str(error), request.grammar[1] if request.grammar else "tools") from None
+            field = request.grammar[1] if request.grammar else "tools"
+            raise BadField(str(error), "tools" if str(error).startswith("function ") else field) from None
     rows = []
     for index, ids in enumerate(prompts.ids):
         _check_length(lm, request, ids)

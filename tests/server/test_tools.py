@@ -293,6 +293,14 @@ def test_forms_that_are_not_read_are_one_line():
         ({"tools": {"name": "now"}}, "tools", "give a list of functions"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools", "give a list of functions"),
         ({"tools": [NOW], "tool_choice": "now"}, "tool_choice", "give auto, none, required"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [{"function": {"name": "a", "parameters": {"not": {}}}}],
+            },
+            "tools",
+            "function a: JSON schema: $.not cannot be expressed",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "give auto, none, required"),
         (
             {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
