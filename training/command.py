@@ -53,6 +53,6 @@ def joined(options: AnyOptions, module: str) -> AnyOptions:
     Raises:
       ValueError: see `jaxspec.console.distributed.join`; or there is no device.
     """
-    distributed.join(options.processes, options.mesh or "all devices", module, options)
+    distributed.join(options.processes, options.mesh or "all devices", options)
     devices_of(None)
     return dataclasses.replace(options, processes=distributed.ProcessOptions())

@@ -83,7 +83,7 @@ def _run(arguments: list[str], guard: Guard) -> int:
 
         return train(arguments[1:])
     command = _parsed(arguments, guard)
-    distributed.join(*distributed.options_in(command), "jaxspec", command)
+    distributed.join(*distributed.options_in(command), command)
     defer_linen()
     from jaxspec.programs import compilation_cache, jax_settings
 

@@ -8,10 +8,9 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 from jaxspec.host import processes
 from jaxspec.host.messages import fitted
@@ -88,23 +87,17 @@ def options_in(command: Any) -> tuple[ProcessOptions, Any]:
     return found, mesh
 
 
-class _Streams:
-    """The original standard error, if this process is not the first and its streams are closed, and the filter program
-    for the output of libraries."""
-
-    errors: TextIO | None = None
-    filter: subprocess.Popen[bytes] | None = None
-
-
 def complain(line: str) -> None:
     """Writes an error of any process to standard error as one line of at most 300 characters, with the process's number
     if there are several."""
+    stream = sys.stderr
     if _joined():
         import jax
 
         program, _, rest = line.partition(": ")
         line = f"{program}: process {jax.process_index()}: {rest}"
-    print(fitted(line), file=_Streams.errors or sys.stderr, flush=True)
+        stream = sys.__stderr__ or stream
+    print(fitted(line), file=stream, flush=True)
 
 
 def lost(error: BaseException) -> str:
@@ -120,7 +113,7 @@ def _joined() -> bool:
     return jax is not None and jax.distributed.is_initialized() and processes.several()
 
 
-def join(options: ProcessOptions, mesh: str | None, program: str, command: Any = None) -> None:
+def join(options: ProcessOptions, mesh: str | None, command: Any = None) -> None:
     """Joins the other processes, if the options ask for it. JAX must not have looked for devices before.
 
     Afterwards only process 0 writes output; the others write only errors. The first Ctrl-C in any process interrupts
@@ -129,12 +122,11 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
     Args:
       options: the options of the processes.
       mesh: the mesh over which they run.
-      program: the beginning of error lines.
       command: the dataclass of all options, which must be the same in each process; None to skip this check.
 
     Raises:
       ValueError: process 0 cannot listen at its address, there is no mesh, or a process was given another command. If
-        the processes do not find each other, JAX ends this one after a line of `_FILTER`.
+        the processes do not find each other, JAX ends this one.
     """
     if not options.asked:
         return
@@ -142,8 +134,9 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
         raise ValueError("several processes run on one mesh; give its axes, such as mesh=data=2,model=4")
     if options.process_id == 0 and options.coordinator_address is not None:
         _check_port(options.coordinator_address)
-    if not os.environ.get("JAXSPEC_DEBUG"):
-        _filter_libraries(program, options)
+    # The CPU's collectives write a greeting to standard output.
+    sys.stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w", 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     import jax
 
     try:
@@ -159,13 +152,10 @@ def join(options: ProcessOptions, mesh: str | None, program: str, command: Any =
             f"`distributed`: neither SLURM nor Open MPI nor a TPU pod names the processes ({error}); give "
             "`coordinator_address`, `num_processes` and `process_id`"
         ) from None
-    if _Streams.filter is not None:
-        os.write(2, f"{_CONNECTED}\n".encode())
     if not processes.is_first():
         from jaxspec.host import files
 
         files.leave_to_another()
-        _Streams.errors = sys.stderr
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     signal.signal(signal.SIGINT, _interrupt)
     if command is not None:
@@ -235,61 +225,3 @@ def leave(status: int) -> None:
     sys.stderr.flush()
     # A normal exit would wait for the others, which may wait for this process.
     os._exit(status)
-
-
-def _filter_libraries(program: str, options: ProcessOptions) -> None:
-    """Filters the output of C++ libraries, which Python cannot catch, through another program: JAX ends this process
-    with a page of text if another is lost or does not come, and the CPU's collectives write a greeting to standard
-    output."""
-    streams = [os.fdopen(os.dup(stream.fileno()), "w", 1) for stream in (sys.stdout, sys.stderr)]
-    reader, writer = os.pipe()
-    # The filter outlives this process, which does not wait for it.
-    here = f"{options.coordinator_address} and {options.num_processes}, within {options.join_timeout_seconds} seconds"
-    given = [program, str(options.heartbeat_timeout_seconds), _CONNECTED, here]
-    command = [sys.executable, "-I", "-S", "-c", _FILTER, *given]
-    _Streams.filter = subprocess.Popen(command, stdin=reader, stdout=streams[1], stderr=streams[1])
-    os.close(reader)
-    os.dup2(writer, 2)
-    os.close(writer)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
-    sys.stdout, sys.stderr = streams
-
-
-# Tells the program below that all processes have connected, so that a later failure is a lost process.
-_CONNECTED = "jaxspec: all processes are here"
-_FILTER = r"""
-import re, signal, sys
-
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-program, timeout, mark, here = sys.argv[1:]
-ended, lost, skips, found = False, [], False, False
-for line in sys.stdin.buffer:
-    text = line.decode(errors="replace")
-    if text.strip() == mark:
-        found = True
-    elif "Terminating process because the JAX distributed service detected fatal errors" in text:
-        ended, first = True, "Failed to send RPC to coordination service" in text
-    elif ended:
-        if re.fullmatch(r"\s*(\S*task:)?\d+\s*", text):
-            lost.append(text.strip().rpartition(":")[2])
-    elif re.match(r"[IWEF]\d{4} .*", text):
-        skips = re.search(r" (coordination_service\w*|preemption_sync_manager)\.cc:", text) is not None
-        if not skips:
-            sys.stderr.write(text)
-    elif not skips:
-        sys.stderr.write(text)
-    sys.stderr.flush()
-if ended:
-    which = f"process {', '.join(lost)} has" if len(lost) == 1 else f"processes {', '.join(lost)} have"
-    said = f"{which} not responded for {timeout} seconds" if lost else "another process is lost"
-    if first:
-        said = "process 0 has ended, or cannot be reached"
-    advice = "so this one ends too; see the error of that one, and start all again"
-    if not found:
-        said = "the processes do not find each other"
-        advice = "give each the address of process 0 and the same number of processes, and start all at about one time"
-        advice += f" (here {here})"
-    print(f"{program}: error: {said}, {advice}", file=sys.stderr)
-"""

@@ -34,7 +34,7 @@ from jaxspec.console import distributed
 
 address, number, model, prompts = sys.argv[1:]
 options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
-distributed.join(options, "data=2,model=4", "jaxspec")
+distributed.join(options, "data=2,model=4")
 assert (jax.device_count(), jax.local_device_count()) == (8, 4)
 found = {}
 for mesh, method, more in (
@@ -171,7 +171,7 @@ def test_a_batch_on_a_mesh_is_that_of_one_device(tmp_path):
     ],
 )
 def test_processes_end_together(tmp_path_factory, capsys, number, which):
-    """If one is lost the other ends with an error of one line; Ctrl-C in one interrupts both.
+    """If one is lost the other ends with an error; Ctrl-C in one interrupts both.
 
     Until then process 0 has written the output of a single process; the other prints only its error.
     """
@@ -191,18 +191,11 @@ def test_processes_end_together(tmp_path_factory, capsys, number, which):
         return
     status, _, err = found[1 - which]
     assert status not in (0, None)
-    *_, last = err.splitlines()
-    lost = (
-        "process 1 has not responded for 5 seconds, so"
-        if which
-        else "process 0 has ended, or cannot be reached"
-    )
     known = (
-        f"jaxspec: error: {lost}",
+        "the JAX distributed service detected fatal errors",
         f"jaxspec: process {1 - which}: error: another process is lost; see its error",
     )
-    assert last.startswith(known), err
-    assert "Check failure" not in err
+    assert any(text in err for text in known), err
 
 
 @pytest.mark.full
@@ -222,13 +215,9 @@ def test_other_options(tmp_path_factory):
 
 
 def alone(*arguments):
-    """Returns exit status, standard output and the lines of standard error of a process that starts alone."""
+    """Returns exit status, standard output and standard error of a process that starts alone."""
     shared = ["-m", "jaxspec", "generate", PROMPT, "--mesh", "model=8", "--join-timeout-seconds", "2"]
-    ((status, out, err),) = ended([begun(*shared, *arguments)])
-    return status, out, err.splitlines()
-
-
-APART = "jaxspec: error: the processes do not find each other, give each the address of process 0 and the same number"
+    return ended([begun(*shared, *arguments)])[0]
 
 
 @pytest.mark.full
@@ -243,15 +232,11 @@ APART = "jaxspec: error: the processes do not find each other, give each the add
     ],
 )
 def test_processes_that_do_not_come(host, number):
-    """The process ends after one line with what it was given."""
+    """The process ends with JAX's error."""
     address = f"{host}:{free_address().rpartition(':')[2]}"
-    status, out, (line,) = alone(
-        "--coordinator-address", address, "--num-processes", "2", "--process-id", number
-    )
+    status, out, err = alone("--coordinator-address", address, "--num-processes", "2", "--process-id", number)
     assert status not in (0, None)
-    assert out == ""
-    assert line.startswith(APART)
-    assert f"(here {address} and 2, within 2 seconds)" in line
+    assert (out, "Deadline" in err or "DEADLINE" in err) == ("", True)
 
 
 @pytest.mark.full
@@ -260,12 +245,11 @@ def test_other_number_of_processes():
     shared = ("-m", "jaxspec", "generate", PROMPT, "--mesh", "model=8")
     address = ("--coordinator-address", free_address())
     first = begun(*shared, *address, "--num-processes", "2", "--process-id", "0")
-    status, out, (line,) = alone(*address, "--num-processes", "3", "--process-id", "2")
+    status, out, err = alone(*address, "--num-processes", "3", "--process-id", "2")
     os.kill(first.pid, signal.SIGKILL)
     ended([first])
     assert status != 0
-    assert out == ""
-    assert line.startswith(APART)
+    assert (out, err == "") == ("", False)
 
 
 def test_a_port_in_use():
@@ -275,7 +259,7 @@ def test_a_port_in_use():
         with pytest.raises(
             ValueError, match=rf"process 0 cannot listen at {address} \(.*; give another `coord"
         ):
-            join(options, "model=8", "jaxspec")
+            join(options, "model=8")
 
 
 OTHERS = """
@@ -288,7 +272,7 @@ from jaxspec.measuring.line_log import LineLog
 
 address, number, model, folder = sys.argv[1:]
 options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
-distributed.join(options, "model=8", "jaxspec")
+distributed.join(options, "model=8")
 lm = load(model, mesh="model=8")
 try:
     lm.generate([5, int(number)], max_new_tokens=2)
@@ -333,7 +317,7 @@ from jaxspec.measuring.tuning.tuning_options import ASDGrid, PromptOptions, Sear
 
 address, number, model, folder, prompt, *names = sys.argv[1:]
 options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
-distributed.join(options, "model=8", "jaxspec")
+distributed.join(options, "model=8")
 # Loaded once, with the programs of all; and few steps are timed.
 lm = ModelOptions(model=model, mesh="model=8").load()
 ModelOptions.load = lambda self, template=None: lm
