@@ -561,12 +561,6 @@ def _costs(path: Path) -> None:
     parse(read_json(path).get("costs"), str(path))
 
 
-def _prices(path: Path) -> None:
-    from jaxspec.io.methods.price_file import read_prices
-
-    read_prices(path, "m", ("a",), (1, 3), 2)
-
-
 def _log(path: Path) -> None:
     from jaxspec.measuring.line_log import LineLog
 
@@ -656,16 +650,6 @@ COSTS |= {
     "lookup_ms": 0.0,
     "absorb_ms": 0.0,
 }
-PRICES = {
-    "format": "jaxspec.prices/1",
-    "model": "m",
-    "candidates": ["a"],
-    "widths": [1, 3],
-    "rows": [1],
-    "verify": [[[1.0, 0.0], [1.5, 0.0]]],
-    "draft": [[[[0.0, 0.0], [0.5, 0.0], [1.0, 0.0]]]],
-    "accept": [[0.5, 0.5]],
-}
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 8,
@@ -733,7 +717,6 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
         lambda: JSON | _within(lambda one: {"costs": one}, COSTS),
         _costs,
     ),
-    "prices": ("prices.json", lambda: JSON | dict(changed(PRICES)), _prices),
     "log": ("log.jsonl", lambda: {f"{name}, a line": one + b"\n" for name, one in JSON.items()}, _log),
     "messages": (
         "messages.json",

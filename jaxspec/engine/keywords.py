@@ -94,7 +94,6 @@ class Keywords(TypedDict, total=False):
     no_tree: bool
     num_draft_tokens: int | None
     plan: os.PathLike[str] | str | None
-    prices: os.PathLike[str] | str | None
     probe: os.PathLike[str] | str | None
     reference: Sequence[str] | str
     refresh: int | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from jaxspec.methods import registry
 from jaxspec.methods.base import Candidate, DraftingMethod, Method, option
 from jaxspec.methods.files import found
-from jaxspec.methods.resources import FilePath, LoadedModel, Resources
+from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.costs.expectations import Expectation
@@ -39,8 +38,6 @@ class Auto(DraftingMethod):
     Attributes:
       among: methods to choose among, beside plain decoding; their options are given beside this one. Default: ngram,
         suffix, early exits that the model was trained for, and heads that are beside it or come with jaxspec.
-      prices: a file of prices and expected acceptances. If it exists, it is used, so that a seed gives the same text
-        with any acceptor; otherwise those of this process are written to it.
       explain: report candidates and prices, see `Result.expected`; the command line writes them to standard error
         after the text.
 
@@ -55,7 +52,6 @@ class Auto(DraftingMethod):
     compared: ClassVar[bool] = False
 
     among: tuple[str | Method, ...] = option((), metavar="METHOD")
-    prices: FilePath | None = option(None, metavar="FILE")
     explain: bool = False
 
     def __post_init__(self) -> None:
@@ -112,11 +108,7 @@ class Auto(DraftingMethod):
     def built(
         self, candidates: Sequence[Candidate], target: LoadedModel, resources: Resources
     ) -> tuple[Drafter, Any]:
-        """Makes the drafter of candidates, see `build`.
-
-        Raises:
-          ValueError, FileNotFoundError: the file of prices cannot be used; one line.
-        """
+        """Makes the drafter of candidates, see `build`."""
         import jax.numpy as jnp
 
         from jaxspec.costs.expectations import informed
@@ -124,33 +116,22 @@ class Auto(DraftingMethod):
         from jaxspec.costs.rounds import guessed, guessed_row
         from jaxspec.drafting.autoregressive_drafter import Autoregressive
         from jaxspec.drafting.choosing_drafter import Choosing, widths_of
-        from jaxspec.io.methods import price_file
 
         if not candidates:
             return Autoregressive(self.length(_USUAL)), None
-        drafters, names = tuple(one.drafter for one in candidates), tuple(one.name for one in candidates)
+        drafters = tuple(one.drafter for one in candidates)
         widths, longest = widths_of(drafters), max(one.num_draft_tokens for one in drafters)
-        if self.prices is not None and os.path.exists(self.prices):
-            prices = price_file.read_prices(self.prices, target.fingerprint, names, widths, longest)
-        else:
-            costs = resources.costs or guessed(target.config.num_layers, guessed_row(resources.platform))
-            expected, seen, accept = self._measured(target, resources), resources.seen(), []
-            for one in candidates:
-                known: Sequence[float] = _LOOKUP
-                if not one.cost.copies:
-                    found = expected.get(one.name, one.expected) if one.offered else one.expected
-                    known = _UNKNOWN if found is None else found.accept
-                accept.append(informed(known, seen.get(one.name) if one.offered else None))
-            trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
-            given = costs, _works(candidates), trees, widths, longest, accept
-            prices = measured_prices(*given, one_width=resources.platform != "cpu")
-        if self.prices is not None and not os.path.exists(self.prices):
-            if not os.path.isdir(folder := os.path.dirname(os.path.abspath(self.prices))):
-                raise FileNotFoundError(
-                    f"prices is {self.prices}, and there is no directory {folder}; make it first"
-                )
-            content = price_file.as_json(prices, names, widths)
-            price_file.write_prices(self.prices, target.fingerprint, content)
+        costs = resources.costs or guessed(target.config.num_layers, guessed_row(resources.platform))
+        expected, seen, accept = self._measured(target, resources), resources.seen(), []
+        for one in candidates:
+            known: Sequence[float] = _LOOKUP
+            if not one.cost.copies:
+                found = expected.get(one.name, one.expected) if one.offered else one.expected
+                known = _UNKNOWN if found is None else found.accept
+            accept.append(informed(known, seen.get(one.name) if one.offered else None))
+        trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
+        given = costs, _works(candidates), trees, widths, longest, accept
+        prices = measured_prices(*given, one_width=resources.platform != "cpu")
         drafter = Choosing(target.config, drafters, prices, jnp.float32(Choosing.memory))
         return drafter, tuple(one.params for one in candidates)
 

@@ -15,7 +15,7 @@ from jaxspec.costs.prices import expected_speedups
 from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.choosing_drafter import Choosing
-from jaxspec.io.methods import auto_file, price_file
+from jaxspec.io.methods import auto_file
 from jaxspec.model.sharding import fetched
 from jaxspec.programs import compiled
 from jaxspec.programs.compiled import Loop
@@ -102,11 +102,12 @@ class Chosen(Always):
 
     @functools.cached_property
     def prices(self) -> dict[str, Any] | None:
-        """The prices, as in the file of prices."""
+        """The candidates, the widths of verification, and the prices, as JSON values."""
         drafter = self._auto.drafter
         if not self._explain or not isinstance(drafter, Choosing):
             return None
-        return price_file.as_json(drafter.prices, self._auto.names, drafter.verify_widths)
+        arrays = {name: np.asarray(value).tolist() for name, value in vars(drafter.prices).items()}
+        return {"candidates": list(self._auto.names), "widths": list(drafter.verify_widths), **arrays}
 
     def drafted_by(self, row: int) -> str:
         used = [] if self._used is None or row >= len(self._used) else self._used[row].tolist()

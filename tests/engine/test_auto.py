@@ -193,30 +193,6 @@ def test_with_an_acceptor_under_which_drafts_change_the_text_nothing_is_awaited(
     assert text.statistics.num_draft_tokens > 0
 
 
-def test_prices_repeat_a_text(tmp_path):
-    """With other costs or earlier texts the choices would differ."""
-    path = tmp_path / "prices.json"
-    options = {"temperature": 1.0, "acceptor": "block", "seed": 3, "prices": str(path), "explain": True}
-    lm = tiny.language_model()
-    first = lm.generate(list(PROMPT), **ALL, **LONG, **options)
-    other = tiny.language_model()
-    other._learnt.before["layerskip 1"] = np.array([[0.0, 90.0]] * 10)
-    again = other.generate(list(PROMPT), **ALL, **LONG, **options)
-    assert (first.tokens, first.drafted_by, first.prices) == (again.tokens, again.drafted_by, again.prices)
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert first.prices == {name: content[name] for name in first.prices}
-    for change, line in {
-        "candidates": "has the candidates",
-        "model": "belongs to another model",
-        "verify": "has no valid prices",
-        "format": "not a file of prices",
-    }.items():
-        path.write_text(json.dumps(content | {change: ["other"] if change != "model" else "other"}))
-        with pytest.raises(ValueError, match=line) as caught:
-            tiny.language_model().generate([5], **ALL, **options)
-        assert "\n" not in str(caught.value)
-
-
 def test_what_texts_show_is_for_the_next_process(kept):
     lm = tiny.language_model()
     options = {"among": ("ngram", LayerSkip(exit_layer=1)), "explain": True}

@@ -4,7 +4,6 @@
 - `asd_numbers`: defaults and ranges of the numbers of ASD.
 - `acceptance_file`: acceptance rates that `jaxspec tune --method auto` measured.
 - `auto_file`: acceptances that texts of `method="auto"` have shown.
-- `price_file`: prices of `method="auto"`, with which a text is repeated.
 - `cost_files`: measured step costs in the user's cache.
 - `vocabulary_file`: the frequent tokens of a model.
 """
