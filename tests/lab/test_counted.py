@@ -257,7 +257,7 @@ def test_counts_need_no_clock(lm, draft, paper, tmp_path):
     )
     found = papers.find(paper)(lm, options, lambda what: None)
     assert found.amount == {"max_new_tokens": 12}
-    costs = {"adaspeed": set(), "s2d": {s2d_counts.AVERAGE}, "asd": {""}}[paper]
+    costs = {"adaspeed": {"Llama 1B ÷ Llama 7B"}, "s2d": {s2d_counts.AVERAGE}, "asd": {""}}[paper]
     assert {claim.costs for claim in found.claims} == costs | {*found.tables[0].columns}
     speeds = [table for table in found.tables if "left out" not in table.title]
     assert all(cell.ours > 0 for table in speeds for row in table.rows for cell in row.cells.values())
