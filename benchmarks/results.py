@@ -125,8 +125,8 @@ UNTOLD = (
         "s2d",
         "EAGLE, Medusa and Hydra gain from trees (Table 2).",
         "**holds** in tokens a round: a tree of 9 tokens has 1.24 times (1.22–1.28) those of a chain with Medusa, 1.23 "
-        "(1.19–1.27) with Hydra and 1.1 with EAGLE, greedy (the paper: 1.43, 1.02 and 1.23). At free rows trees win "
-        "with every head; on this CPU with none "
+        "(1.19–1.27) with Hydra and 1.06 (1.02–1.09) with EAGLE (the paper: 1.43, 1.02 and 1.23). At free rows "
+        "trees win with every head; on this CPU with none "
         "([Measurements](measurements/embedded.md#does-a-tree-of-drafts-beat-a-chain))",
     ),
     (
