@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.grammar.automaton import GrammarError, Nodes, deterministic
 from jaxspec.grammar.calls import Calls, Markers
-from jaxspec.grammar.json_schema import JsonSchema
+from jaxspec.grammar.json_schema import JsonSchema, read
 from jaxspec.grammar.regex import Regex
 from jaxspec.grammar.table import TokenTable, token_table
 from jaxspec.io.gguf.ends import END_TEXTS
@@ -173,7 +173,7 @@ def _automaton(spec: Grammar, known: Mapping[str, int]) -> tuple[np.ndarray, np.
     elif spec.kind == "json_object":
         start = JsonSchema({"type": "object"}, nodes, OBJECT_DEPTH - 1).document(end)
     elif spec.kind == "json_schema":
-        start = JsonSchema.of(str(spec.source), nodes).document(end)
+        start = JsonSchema(read(str(spec.source)), nodes).document(end)
     elif spec.kind not in ("text", "calls") or spec.calls is None:
         raise GrammarError(f"kind is {spec.kind!r}; expected json_schema, json_object, choices or regex")
     if spec.calls is not None:

@@ -109,18 +109,6 @@ class JsonSchema:
     def __init__(self, schema: Any, nodes: Nodes, any_depth: int = ANY_DEPTH) -> None:
         self._root, self._nodes, self._any_depth = schema, nodes, any_depth
 
-    @classmethod
-    def of(cls, text: str, nodes: Nodes) -> JsonSchema:
-        """Returns the automaton of a schema's JSON text.
-
-        Raises:
-          GrammarError: it is not valid JSON.
-        """
-        try:
-            return cls(json.loads(text, parse_float=_finite, parse_constant=_finite), nodes)
-        except ValueError as error:
-            raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
-
     def document(self, end: Node) -> Node:
         """Returns the node that reads a text, perhaps after a space.
 
@@ -494,6 +482,18 @@ class JsonSchema:
             return {_types_of(value)[-1] for value in schema["enum"]}
         names = _TYPES if matched and "type" not in schema else self._types(schema)
         return {"number" if name == "integer" else name for name in names}
+
+
+def read(text: str) -> Any:
+    """Returns the schema of a JSON text.
+
+    Raises:
+      GrammarError: it is not valid JSON.
+    """
+    try:
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except ValueError as error:
+        raise GrammarError(f"the JSON schema is not valid JSON: {error}") from None
 
 
 def merged(one: Any, other: Any, path: str) -> Any:

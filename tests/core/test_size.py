@@ -25,7 +25,7 @@ LINES = {
     "decoding": 553,
     "drafting": 1748,
     "engine": 1337,
-    "grammar": 1217,
+    "grammar": 1216,
     "heads": 2674,
     "host": 657,
     "io": 4116,
