@@ -440,6 +440,7 @@ def test_the_table_fits_80_columns(capsys, monkeypatch):
     ],
 )
 def test_wrong_commands(model, tmp_path, capfd, more, message):
+    (model / "jaxspec.plan.json").unlink(missing_ok=True)  # of another test
     assert command(model, tmp_path, *more) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
