@@ -181,6 +181,34 @@ def test_labels_are_asked_for_in_another_order():
     assert min(forms.values()) > COUNT / 8
 
 
+def test_chains_end_where_their_steps_lead_and_sums_of_three_are_right():
+    """Each answer by another way: the pairs are walked one by one, and Python adds."""
+    steps_asked = []
+    for task in made("chains"):
+        *lines, end = task.prompt.split("\n")
+        answers = task.completion.removeprefix("\n").split("\n")
+        if end == "Results:":
+            assert [answer.split(" = ")[0] for answer in answers] == lines
+            for answer in answers:
+                asked, said = answer.split(" = ")
+                assert len(re.findall(r"\d+", asked)) == 3
+                assert 2 <= eval(asked) == int(said) <= 99
+            continue
+        following = dict(line.split(": ") for line in lines)
+        assert 10 <= len(following) == len(lines) == len(set(following.values())) <= 14
+        assert [answer.split(": ")[0] for answer in answers] == end.removeprefix("Steps: ").split(", ")
+        for answer in answers:
+            asked, said = answer.split(": ")
+            word, steps = asked.split(" ")
+            steps_asked.append(int(steps))
+            for _ in range(int(steps)):
+                word = following[word]
+            assert word == said
+    assert set(steps_asked) == set(range(1, 9))
+    assert 0.4 < sum(steps >= 4 for steps in steps_asked) / len(steps_asked) < 0.6
+    assert len(steps_asked) > COUNT
+
+
 def test_of_each_pair_the_older_or_the_younger_is_said():
     for task in made("labels"):
         *lines, end = task.prompt.split("\n")

@@ -392,7 +392,7 @@ def test_a_sorted_draft_is_as_deep_as_its_last_exit():
     assert "layers" not in chosen
 
 
-@pytest.mark.parametrize("recipe", ["small/1-full", "small/9-last", "large/1-wide", "sorted"])
+@pytest.mark.parametrize("recipe", ["small/1-full", "small/9-last", "large/1-wide", "sorted", "chains"])
 def test_recipes_leave_nothing_to_choose(recipe):
     root = job.__file__.rpartition("/")[0]
     files = [f"--config={root}/recipes/{name}.yaml" for name in ("tasks", recipe)]

@@ -1,4 +1,4 @@
-"""Generated tasks with one correct answer: sums, code, edits, look-ups.
+"""Generated tasks with one correct answer: sums, code, edits, look-ups, chains of look-ups.
 
 A target for speculative decoding must need its depth. Three layers write free text about as well as twelve, but not a
 sum, the value of a variable, or the word that an edit asks for. Each task mixes long runs that any early exit can write
@@ -16,7 +16,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 
-from training.data.tasks import code, edits, facts, labels, sums
+from training.data.tasks import chains, code, edits, facts, labels, sums
 from training.data.tasks.task import Task
 
 FAMILIES: dict[str, Callable[[random.Random], Task]] = {
@@ -25,6 +25,7 @@ FAMILIES: dict[str, Callable[[random.Random], Task]] = {
     "edits": edits.make,
     "facts": facts.make,
     "labels": labels.make,
+    "chains": chains.make,
 }
 PREFIX = "tasks:"
 # Default number of tasks of a family: about 5 million tokens of sums.
