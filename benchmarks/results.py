@@ -387,6 +387,7 @@ def _tables(name: str, report: Report) -> str:
     given += "".join(f' --run "{words}"' for words in report.get("runs", ()))
     if report.get("sorted_target"):
         given += f" --sorted-target {report['sorted_target']}"
+    given += "".join(f" {word}" for word in report.get("more", ()))
     lines += [f"python -m benchmarks.papers {paper} --model {model}{counts}{weights}{given}", "```"]
     for table in report["tables"]:
         lines += ["", f"| {table['title']} | {' | '.join(table['columns'])} |"]

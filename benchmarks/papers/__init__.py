@@ -20,7 +20,7 @@ PaperName = Literal["asd", "adaspeed", "s2d", "sampling"]
 PAPERS: tuple[PaperName, ...] = get_args(PaperName)
 # The options of each paper beside the numbers of `PaperOptions`. Papers without prompt_file use the project's prompts.
 TAKES: dict[PaperName, tuple[str, ...]] = {
-    "asd": ("prompt_file", "counts"),
+    "asd": ("prompt_file", "counts", "untuned"),
     "adaspeed": ("prompt_file", "counts"),
     "s2d": ("prompt_file", "counts", "draft", "runs", "targets", "sorted_target"),
 }

@@ -50,14 +50,15 @@ def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = 
 
     Raises:
       MissingExtra: Bayesian optimisation is not installed.
-      ValueError: `prompt_file` is given without `counts`, or see `Workbench` and `Suite`.
+      ValueError: `prompt_file` or `untuned` is given without `counts`, or see `Workbench` and `Suite`.
     """
     require("search", "bayes_opt")
-    if options.prompt_file and not options.counts:
-        raise ValueError(
-            "prompt_file is given, and the times of paper asd compare kinds of the project's own prompts; give "
-            "`counts` too, or leave prompt_file out"
-        )
+    for name in ("prompt_file", "untuned"):
+        if getattr(options, name) and not options.counts:
+            raise ValueError(
+                f"{name} is given, and the times of paper asd compare tuned numbers on kinds of the project's own "
+                f"prompts; give `counts` too, or leave {name} out"
+            )
     with Workbench(lm, options, on_progress) as bench:
         if options.counts:
             return bench.report(PAPER, *asd_counts.tables(bench))

@@ -62,7 +62,8 @@ def counted(bench: Workbench, masks: Masks) -> tuple[Counted, dict[Case, Draft]]
     """
     columns = _columns(bench)
     tuning, reporting = (Counter(bench, split, PARTS) for split in ("tuning", "reporting"))
-    tried, searched = _tried(bench, masks), _searched(bench, columns, SEARCHED)
+    tried = _Tried({}, {}) if bench.options.untuned else _tried(bench, masks)
+    searched = _searched(bench, columns, SEARCHED)
     drafts: dict[Case, Draft] = {**tried.numbers, **searched.plans}
     own = [case for case in (*tried.numbers, *searched.again) if case not in tried.same]
     tuned = tuning.count({case: masks.counting(drafts[case]) for case in own})
@@ -105,6 +106,7 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...], Coun
     )
     similarities = [masks.similarities(tuple(prompt)) for prompt in bench.encoded("tuning")]
     cosines, observed = asd_cosines.tables(np.stack(similarities), bench.kinds("tuning"))
+    compared = [row for row in (SEARCHED, AS_PRINTED, TUNED) if row in one.chosen]
     attention = PAPER_MS[0] / sum(PAPER_MS)
     notes = (
         f"Exact counts of greedy texts. At the cost of {PAPER} on a V100, attention takes {attention:.0%} of a layer's "
@@ -112,32 +114,31 @@ def tables(bench: Workbench) -> tuple[tuple[Table, ...], tuple[Claim, ...], Coun
         "Each text begins with γ 0.6. The paper carries γ from text to text.",
         "Draft tokens after the end of a text are not counted, a few percent of all.",
         f"{SEARCHED}: the mean of {SEARCHES} searches, whose seeds the bootstrap draws, too.",
-        *one.settings([TUNED]),
+        *(one.settings([TUNED]) if TUNED in one.chosen else ()),
     )
     ablated = [row for row in one.chosen if row.removesuffix(OF_TUNED) in TABLE_5]
     made = (
         one.table(
             "Table 3 from counts: × plain",
             {row: {PAPER: figure} for row, figure in TABLE_3.items()},
-            rows=(SEARCHED, AS_PRINTED, TUNED),
+            rows=compared,
             notes=notes,
         ),
-        one.by_kind("Table 3 by task type, from counts", TUNED, SEARCHED),
+        one.by_kind("Table 3 by task type, from counts", compared[-1], SEARCHED),
         one.table(
             "Table 5 from counts: which rules make the draft, × plain",
             {row: {PAPER: figure} for row, figure in TABLE_5.items()},
             rows=ablated,
-            notes=[
-                "Tuned: the fastest setting that has all rules.",
-                *one.settings([row for row in ablated if row == ALL_TUNED]),
-            ],
+            notes=["Tuned: the fastest setting that has all rules.", *one.settings([ALL_TUNED])]
+            if ALL_TUNED in one.chosen
+            else (),
         ),
         *others,
         cosines,
-        _left_out(one, (SEARCHED, AS_PRINTED, TUNED), bench.lm.config.num_layers),
+        _left_out(one, compared, bench.lm.config.num_layers),
     )
     claims: list[Claim] = []
-    for run in (AS_PRINTED, TUNED):
+    for run in compared[1:]:
         claims += one.claims(f"{run}, is faster than plain decoding.", run, None, paper=_printed(run))
         claims += one.claims(
             f"{run}, is as fast as {SEARCHED} within 5 %, without its search.",

@@ -28,7 +28,6 @@ PARTS = "attention, MLP, head"
 WARM, WARM_CODE = 0.2, 0.6
 _WARM = {SEARCHED: 1.479, AS_PRINTED: 1.422}
 _CODE = {0.0: {SEARCHED: 1.282, AS_PRINTED: 1.365}, WARM_CODE: {SEARCHED: 1.282, AS_PRINTED: 1.340}}
-_ROWS = (SEARCHED, AS_PRINTED, TUNED)
 # Counts a case at a temperature.
 Count = Callable[[Case, float], Counting]
 
@@ -66,14 +65,15 @@ def tables(
     def paper(rows: Mapping[str, float]) -> dict[str, dict[str, float]]:
         return {row: {PAPER: figure} for row, figure in rows.items()}
 
-    warm = on(_ROWS, WARM)
+    runs = [run for run in (AS_PRINTED, TUNED) if run in chosen]
+    warm = on((SEARCHED, *runs), WARM)
     sampled = (
         "The numbers that are fastest on greedy tuning texts. One seed: every row writes another text, and the "
         "intervals contain that.",
     )
     made = [warm.table(f"Table 3, T = {WARM:g}, from counts: × plain", paper(_WARM), notes=sampled)]
     claims: list[Claim] = []
-    for run in (AS_PRINTED, TUNED):
+    for run in runs:
         printed = {PAPER: _WARM[run] / _WARM[SEARCHED]} if run in _WARM else {}
         says = f"At T = {WARM:g}, {run}, is as fast as {SEARCHED} within 5 %, without its search."
         claims += warm.claims(says, run, SEARCHED, 0.95, printed)
@@ -81,7 +81,7 @@ def tables(
         return made, claims
     code = (CALIBRATED,)
     for temperature, printed in _CODE.items():
-        found = on(_ROWS, temperature, code)
+        found = on((SEARCHED, *runs), temperature, code)
         used = (
             f"The paper used CodeLlama-13B on HumanEval, with {OF_CODE.setting}, which its numbers are here, too. The "
             f"texts are {len(found.kinds)}.",
@@ -93,7 +93,7 @@ def tables(
                 notes=() if temperature else used,
             )
         )
-    shift = on((THERE, ELSEWHERE, AS_PRINTED, TUNED), 0.0, code)
+    shift = on((THERE, ELSEWHERE, *runs), 0.0, code)
     made.append(
         shift.table(
             "Section 4.1, code, greedy, from counts: × plain",
@@ -105,7 +105,7 @@ def tables(
         )
     )
     claims += shift.claims(LOSES, THERE, ELSEWHERE)
-    for run in (AS_PRINTED, TUNED):
+    for run in runs:
         printed = {PAPER: _CODE[0.0][run] / _CODE[0.0][SEARCHED]} if run in _CODE[0.0] else {}
         claims += shift.claims(ADAPTS.format(run=run), run, ELSEWHERE, paper=printed)
     return made, claims

@@ -48,6 +48,7 @@ class Papers:
       draft: for paper s2d, the sorted draft: a directory, a hub id or an embedded name.
       runs: for paper s2d, a method and its options beside the paper's own, as in "draft-model --draft TWIN".
       counts: for papers adaspeed, asd and s2d, only the tables of exact counts, which do not depend on the machine.
+      untuned: for paper asd with --counts, leave out its tuned numbers, whose grid is most of the work.
       seed: seed of the first repeat, for sampled tokens.
       output: a directory for the records and report.json, made if missing.
       resume: resume from the records in --output; --no-resume starts again. Default: yes.
@@ -61,6 +62,7 @@ class Papers:
         default=(), metadata={"option": "--run", "metavar": '"METHOD --OPTION ..."'}
     )
     counts: bool = False
+    untuned: bool = False
     seed: int = 0
     output: str | None = None
     resume: bool = True
@@ -90,7 +92,7 @@ class Papers:
                 "mesh of this machine's devices"
             )
         own: dict[str, Any] = {
-            name: getattr(self, name) for name in ("prompt_file", "draft", "runs", "counts")
+            name: getattr(self, name) for name in ("prompt_file", "draft", "runs", "counts", "untuned")
         }
         own |= {name: getattr(self.served, name) for name in ("targets", "sorted_target")}
         foreign = [
@@ -108,6 +110,7 @@ class Papers:
             draft=self.draft,
             runs={words: parse_run(words) for words in self.runs},
             counts=self.counts,
+            untuned=self.untuned,
             directory=None if self.output is None else Path(self.output),
             resume=self.resume,
         )

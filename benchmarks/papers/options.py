@@ -38,6 +38,7 @@ class PaperOptions(TargetOptions, Amount):
       draft: for a paper about drafts, the draft: a directory, a hub id or an embedded name.
       runs: for a paper about drafts, methods beside its own, by the name of their row.
       counts: whether to count rounds and draft passes, and to measure no times.
+      untuned: whether the counts of paper asd leave out its tuned numbers, whose grid is most of the work.
       directory: directory for every text, written at once, so that an interrupted measurement can be resumed; None to
         store nothing.
       resume: resume from the directory, else start again.
@@ -55,5 +56,6 @@ class PaperOptions(TargetOptions, Amount):
     draft: str | None = None
     runs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     counts: bool = False
+    untuned: bool = False
     directory: Path | None = None
     resume: bool = True

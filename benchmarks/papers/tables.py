@@ -105,6 +105,7 @@ class Report:
       runs: the user's methods beside the paper's own, as words.
       sorted_target: name of the sorted target; None without one.
       counts: of the first table of counts, see `counted.Counted.raw`; empty for times.
+      more: further words of the command.
       format: format of the JSON of `dataclasses.asdict`.
     """
 
@@ -120,6 +121,7 @@ class Report:
     runs: tuple[str, ...] = ()
     sorted_target: str | None = None
     counts: Counts = dataclasses.field(default_factory=dict)
+    more: tuple[str, ...] = ()
     format: str = FORMAT
 
 

@@ -353,4 +353,8 @@ class Workbench:
             tuple(self.options.runs),
             self.options.sorted_target,
             counts or {},
+            (
+                *(word for path in self.options.prompt_file for word in ("--prompt-file", path)),
+                *(["--untuned"] if self.options.untuned else []),
+            ),
         )

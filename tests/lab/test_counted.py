@@ -246,6 +246,13 @@ def test_asd_is_counted_on_prompt_files(lm, tmp_path):
     titles = [table.title[:7] for table in found.tables]
     assert titles == ["Table 3", "Table 3", "Table 5", "Table 3", "Table 1", "Sublaye"]
     assert [row.name for row in found.tables[1].rows] == ["notes", "geometric mean over types"]
+    untuned = dataclasses.replace(options, untuned=True)
+    less = papers.find("asd")(lm, untuned, lambda what: None)
+    assert less.more == ("--prompt-file", str(file), "--untuned")
+    assert [row.name for row in less.tables[0].rows] == ["Draft & Verify", "ASD, the paper's numbers"]
+    assert less.tables[0].rows == found.tables[0].rows[:2]
+    assert less.tables[2].rows == found.tables[2].rows[:4]
+    assert set(less.claims) < set(found.claims)
 
 
 @pytest.mark.full

@@ -419,6 +419,7 @@ def test_the_times_of_asd_take_no_prompt_files(capsys, monkeypatch, model):
     status, _, err = called(capsys, *arguments, main=command.main)
     assert (status, err.count("\n")) == (2, 1)
     assert "kinds of the project's own prompts; give --counts too, or leave --prompt-file out" in err
+    assert called(capsys, *arguments[:3], "--untuned", main=command.main)[0] == 2
     asked = []
     monkeypatch.setattr(
         command, "find", lambda name: lambda lm, options, say: asked.append(options) or REPORT

@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
 def final_state(folder: Path, name: str) -> list[np.ndarray]:
     """The leaves of the parameters in the latest checkpoint of a run."""
     with Checkpoints(folder / f"run-{name}" / "checkpoints", read_only=True) as kept:
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(kept._params(kept.steps()[-1]))]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(kept.params(kept.steps()[-1]))]
 
 
 @pytest.mark.full

@@ -233,7 +233,7 @@ class Checkpoints:
         try:
             while (best := best_step(measured)) is not None:
                 try:
-                    params = self._params(best)
+                    params = self.params(best)
                     return fetched(params) if processes.several() else params, best, measured[best]
                 except Exception as error:  # damage of a checkpoint without checksums is found only here
                     problems[best] = one_line(error)[:300]
@@ -249,7 +249,7 @@ class Checkpoints:
         """Whether a checkpoint has measurements, so that `best` may find it."""
         return any((self.directory / str(step) / _METRICS).is_dir() for step in self.steps())
 
-    def _params(self, step: int) -> Params:
+    def params(self, step: int) -> Params:
         """Reads the parameters of a checkpoint straight into their shards on all devices."""
         stored = self._manager.item_metadata(step)["state"]["params"]
         wanted = {"params": state_sharding.placed_shapes(state_sharding.make_mesh(), stored)}
