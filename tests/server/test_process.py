@@ -149,7 +149,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model, tmp_path):
             assert server.wait() == 0
         lines = [line.removesuffix("\n") for line in server.lines]
         requests = [line for line in lines if line.startswith("jaxspec: /v1/")]
-        assert len(requests) == 8
+        assert len(requests) == 9
         assert re.search(
             r": \d+ prompt tokens, 12 tokens in .* of \d+ draft tokens accepted; ngram$", requests[0]
         )
