@@ -33,6 +33,7 @@ from jaxspec.host import lock
 from jaxspec.host.progress import OnProgress
 from jaxspec.io.gguf.container import is_gguf
 from jaxspec.loading.loading import find_model
+from jaxspec.measuring.bench import speed
 from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.measuring.bench.peers import transformers_runs
 from jaxspec.measuring.bench.prompt_files import Task, encoded, in_turn, own_tasks
@@ -40,20 +41,15 @@ from jaxspec.measuring.bench.suite import check_tokenizer
 from jaxspec.measuring.bench.suite_options import Amount, Chat
 from jaxspec.measuring.bench.timing import measure_runs, warm_up
 from jaxspec.measuring.line_log import LineLog
-from jaxspec.methods import Auto, DraftModel, LayerSkip, Method
+from jaxspec.methods import DraftModel, Method
 from jaxspec.texts.results import Result
 
 RECORDS = "records.jsonl"
 FORMAT = "jaxspec.peers/1"
 # The run that others are compared with: plain decoding.
 BASELINE = "jaxspec float32"
-# Measured by default; those that the model has no head for are left out.
-_USUAL = {
-    "auto": "auto",
-    "ngram": "ngram",
-    "eagle3": "eagle3 --num-draft-tokens 3",
-    "hybrid": "hybrid --first ngram --second eagle3 --num-draft-tokens 10",
-}
+# Measured by default: the choice of a method, and the method that needs no head, as the other programs have it.
+_USUAL = ("auto", "ngram")
 _GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _PACKAGES = ("jaxspec-decoding", "jax", "torch", "transformers", "xllamacpp")
 
@@ -78,10 +74,9 @@ class Options(Amount):
 
     Attributes:
       model: a GGUF file or a directory that holds one; llama.cpp is left out for other models.
-      runs: a method of jaxspec and its options, as in "eagle3 --draft DIR". Default: auto, ngram, and with a head for
-        the model eagle3 and hybrid.
-      draft: a draft model for draft-model and for assisted generation in transformers. Without it, the assistant is the
-        model's own lower half (early exit).
+      runs: a method of jaxspec and its options, as in "eagle3 --draft DIR". Default: auto and ngram. With layerskip,
+        transformers also exits early.
+      draft: a draft model for draft-model and for assisted generation in transformers.
       peers: the other programs.
       repeats: turns per prompt.
       output: a directory for the records, one line per prompt.
@@ -181,7 +176,7 @@ def open_engines(
         }
     )
     check_tokenizer(engines.lm)
-    methods = dict(given) or _usual(engines)
+    methods = dict(given) or {words: parse_run(words) for words in _USUAL}
     if options.draft is not None:
         methods["draft-model"] = DraftModel(draft=options.draft)
     for weights, lm in engines.models.items():
@@ -198,18 +193,6 @@ def open_engines(
                 engines.left_out.append(f"{peer} is left out: {error}")
                 tell(engines.left_out[-1])
     return engines
-
-
-def _usual(engines: Engines) -> dict[str, Method]:
-    methods = {}
-    for name, words in _USUAL.items():
-        try:
-            engines.lm.drafter(parse_run(words))
-        except (ValueError, OSError) as error:
-            engines.left_out.append(f"{name} is left out: {error}")
-            continue
-        methods[name] = parse_run(words)
-    return methods
 
 
 def _ours(lm: LanguageModel, method: Method) -> Run:
@@ -232,9 +215,8 @@ def _transformers(
 ) -> dict[str, Run]:
     on_progress("loading the model into transformers")
     lm = engines.lm
-    # The counterparts are found by class. Of equal weights the texts are equal, so they end where they should.
-    assisted = {} if options.draft else {"layerskip": LayerSkip(exit_layer=max(1, lm.config.num_layers // 2))}
-    made = transformers_runs(lm, options.model, {**assisted, **methods}, _GREEDY, options.max_new_tokens)
+    # Counterparts are found by class. Equal weights give equal texts, so they end at the same token.
+    made = transformers_runs(lm, options.model, methods, _GREEDY, options.max_new_tokens)
 
     def run(generate: Callable[..., Result], prompt: Prompt, turn: int) -> Result:
         return generate(prompt.tokens, turn, max_new_tokens=prompt.max_new_tokens)
@@ -285,14 +267,9 @@ def _measure(
         )
         return Prompt(tokens, max(2, len(text.tokens)))
 
-    on_progress("compiling")
-    warm_up(models, engines.runs, [prompt_of(task) for _, task in todo[:1]], on_progress)
-    # `auto` may use other programs in each kind of work.
-    first = {task.category: task for _, task in reversed(todo)}.values()
-    changing = {
-        name: engines.runs[name] for name, method in engines.methods.items() if isinstance(method, Auto)
-    }
-    warm_up(models, changing, [prompt_of(task) for task in first], on_progress)
+    for name, run in engines.runs.items() if todo else ():
+        text = warm_up(models, {name: run}, [prompt_of(todo[0][1])], on_progress)[name]
+        tell(f"{name}: {speed.tokens_per_second([[text]]):.1f} tokens per second after one prompt")
     for number, task in todo:
         prompt = prompt_of(task)
         names = [*engines.runs]

@@ -11,7 +11,10 @@ from jaxspec.measuring.bench import speed
 from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.texts.results import Result
 
-ALL = "all"
+ALL, PLAIN = "all", "plain"
+MADE = "<!-- Made by `python -m benchmarks.results` from docs/measurements/peers.json; do not edit. -->"
+# The end of a run's name → its column in `table`, where any other name is plain decoding's.
+COLUMNS = {" ngram": "lookup", " prompt lookup": "lookup", " lookup": "lookup", " auto": "`auto`"}
 DEFINITION = (
     "A speed is new tokens after the first of each text ÷ their time, over all prompts, without the prompt's pass and "
     "without compilation. A ratio is that of two speeds on the same prompts in the same turns, the median over the "
@@ -98,6 +101,37 @@ def _taken(records: Sequence[Record]) -> list[Sequence[Result]]:
 
 def _start(text: Result) -> list[int]:
     return text.tokens[:-1]
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Returns the speeds on all prompts in Markdown: a row for each program and its weights."""
+    rows: dict[str, dict[str, str]] = {}
+    for run, figures in report["runs"].items():
+        end = next((end for end in COLUMNS if run.endswith(end)), "")
+        cells = rows.setdefault(run.removesuffix(end), {})
+        cells[COLUMNS.get(end, PLAIN)] = _number(figures[ALL]["tokens_per_second"], 0)
+    columns = [PLAIN, *dict.fromkeys(COLUMNS.values())]
+    lines = [["tokens per second", *columns], ["---", *("--:" for _ in columns)]]
+    lines += [[name, *(cells.get(column, "") for column in columns)] for name, cells in rows.items()]
+    return _markdown(lines)
+
+
+def table_by_kind(report: Mapping[str, Any]) -> str:
+    """Returns the speeds by kind of work in Markdown, and each run ÷ plain decoding in float32 with its interval."""
+    baseline = next(iter(report["ratios"]))
+    kinds = [*next(iter(report["runs"].values()))]
+    lines = [["tokens per second", *kinds, f"÷ {baseline}", "the same text"]]
+    lines.append(["---", *("--:" for _ in lines[0][1:])])
+    for run, figures in report["runs"].items():
+        speeds = [_number(figures[kind]["tokens_per_second"], 0) for kind in kinds]
+        ratio = report["ratios"][baseline].get(run, {}).get(ALL)
+        inverse = "1" if ratio is None else _with_interval([1 / ratio[0], *(1 / end for end in ratio[:0:-1])])
+        lines.append([run, *speeds, inverse, _number(figures[ALL]["same_texts"], 2)])
+    return _markdown(lines)
+
+
+def _markdown(lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def print_tables(report: Mapping[str, Any]) -> None:

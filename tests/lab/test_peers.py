@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from benchmarks import peers
+from benchmarks import peers, peers_report
 from jaxspec.engine.language_model import load
 from jaxspec.texts.results import Result, Statistics
 from jaxspec.texts.text import Token
@@ -17,7 +18,7 @@ SPEEDS = {
     peers.BASELINE: 20.0,
     "jaxspec float32 auto": 10.0,
     "transformers": 40.0,
-    "llama.cpp Q4_1": 5.0,
+    "llama.cpp Q4_1 lookup": 5.0,
 }
 
 
@@ -84,6 +85,18 @@ def test_ratios_of_the_same_texts(capsys, directory, stand_ins):
     assert "jaxspec float32 auto ÷ run" in said
     assert "bootstrap over the prompts" in said
     assert "a line" in said
+    assert re.findall(r"^jaxspec: (.+) tokens per second after one prompt$", said, re.MULTILINE) == [
+        f"{run}: {1e3 / ms:.1f}" for run, ms in SPEEDS.items()
+    ]
+    assert peers_report.table(report).splitlines() == [
+        "| tokens per second | plain | lookup | `auto` |",
+        "| --- | --: | --: | --: |",
+        "| jaxspec float32 | 50 |  | 100 |",
+        "| transformers | 25 |  |  |",
+        "| llama.cpp Q4_1 |  | 200 |  |",
+    ]
+    last = peers_report.table_by_kind(report).splitlines()[-1]
+    assert last == f"| llama.cpp Q4_1 lookup |{' 200 |' * 5} 4.00 (4.00–4.00) | 1.00 |"
 
 
 def test_the_first_run_changes_with_the_prompt(capsys, directory, stand_ins):
@@ -100,7 +113,7 @@ def test_an_interrupted_measurement_continues(capsys, directory, stand_ins, tmp_
     whole = runs["transformers"]
 
     def interrupted(prompt, turn):
-        if sum(name == "llama.cpp Q4_1" for name, _ in stand_ins.called) > 3:
+        if sum(name == "llama.cpp Q4_1 lookup" for name, _ in stand_ins.called) > 3:
             raise KeyboardInterrupt
         return whole(prompt, turn)
 

@@ -64,10 +64,10 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 
 def warm_up(
     models: Sequence[LanguageModel],
-    runs: Mapping[str, Callable[[Any, int], Any]],
+    runs: Mapping[str, Callable[[Any, int], Given]],
     prompts: Sequence[Any],
     on_progress: OnProgress = lambda step: None,
-) -> None:
+) -> dict[str, Given]:
     """Generates by each run after each prompt, waits for background compilation and generates once more.
 
     For method `auto`, all its programs are compiled. The last generation, after the first prompt, is the first run of
@@ -78,14 +78,19 @@ def warm_up(
       runs: by name.
       prompts: arguments of the runs.
       on_progress: called with a description of the current step.
+
+    Returns:
+      the last text of each run.
     """
+    texts = {}
     for prompt in [*prompts, *prompts[:1]]:
         for number, (name, run) in enumerate(runs.items(), 1):
             on_progress(f"compiling {name}, {number} of {len(runs)}")
-            run(prompt, 0)
+            texts[name] = run(prompt, 0)
         on_progress("finishing the warm-up")
         for lm in models:
             lm.executables.wait()
+    return texts
 
 
 @shows_progress
@@ -126,15 +131,13 @@ def measure_runs(
     for at, prompt in enumerate(prompts):
         taken: dict[str, list[Given]] = {name: [] for name in runs}
         where = f", prompt {at + 1} of {len(prompts)}" if len(prompts) > 1 else ""
-        retaken = turn = 0
-        compiled = False
+        retaken, turn, compiled = 0, 0, False
         while turn < repeats:
             before = _compilations(models)
-            order = list(runs.items())
             results = {}
-            for name, run in order if (at + first_turn + turn) % 2 == 0 else reversed(order):
+            for name in [*runs][:: 1 if (at + first_turn + turn) % 2 == 0 else -1]:
                 on_progress(f"measuring {name}{where}, turn {turn + 1} of {repeats}")
-                results[name] = run(prompt, first_turn + turn)
+                results[name] = runs[name](prompt, first_turn + turn)
             for lm in models:
                 lm.executables.wait()
             ran_first, compiled = compiled, _compilations(models) > before
