@@ -73,6 +73,7 @@ class Options:
       model: a directory, a .gguf file, a hub id or the name of an embedded model.
       tiny: count with a random model of two layers that has the vocabulary of `model`.
       texts: the texts to count, of all methods together; 0 for none.
+      methods: the methods of these texts.
       new: the most tokens of a text.
       rows: of a batch.
       extraction: the prompts of the task of extraction; 0 for none.
@@ -82,6 +83,7 @@ class Options:
     model: str = "smollm2"
     tiny: bool = False
     texts: int = 1000
+    methods: tuple[MethodName, ...] = tuple(METHODS)
     new: int = 160
     rows: int = 8
     extraction: int = 40
@@ -116,8 +118,8 @@ def count(lm: LanguageModel, options: Options, on_progress: OnProgress) -> dict[
     found: dict[str, Any] = {}
     compiled: list[float] = []
     quote = {lm.tokenizer.encode('"', begins=False)[0]: _QUOTE_BIAS} if options.tiny else None
-    each = options.texts / len(METHODS) / 2
-    for at, (name, given) in enumerate(METHODS.items()):
+    each = options.texts / len(options.methods) / 2
+    for at, name in enumerate(options.methods):
         for temperature in (0.0, 1.0):
             counts = dict.fromkeys(("valid", "length", "invalid"), 0)
             wanted = round(each * (2 * at + temperature + 1)) - round(each * (2 * at + temperature))
@@ -150,7 +152,7 @@ def count(lm: LanguageModel, options: Options, on_progress: OnProgress) -> dict[
                     temperature=temperature,
                     seed=rng.randrange(2**31),
                     logit_bias=quote,
-                    **given,
+                    **METHODS.get(name, {}),
                 )
                 for schema, result in zip(schemas, texts, strict=True):
                     if schema is None:
