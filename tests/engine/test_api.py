@@ -85,7 +85,6 @@ def test_the_default_budget_is_what_the_context_leaves(lm):
     ("options", "message"),
     [
         ({"method": "draft-model", "draft_exit": 1, "stop_rule": "bogus"}, "unknown stop_rule 'bogus'"),
-        ({"method": "ngram", "match": "best"}, "unknown match 'best'"),
         ({"method": "ngram", "acceptor": "usual"}, "unknown acceptor 'usual'"),
         ({"method": "ngram", "num_draft_tokens": 1000}, "at most 128"),
         ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),

@@ -268,7 +268,7 @@ def test_a_bias_costs_what_each_token_reads(tmp_path):
 
 @pytest.mark.full
 def test_texts_of_auto_are_plain_decodings(tmp_path, monkeypatch):
-    monkeypatch.setattr(methods.DSpark, "cost", lambda *given: DraftCost(head=False))
+    monkeypatch.setattr(methods.DSpark, "cost", lambda *given: DraftCost(heads=0))
     model, prompt = with_head(tmp_path, deepspec()), (3, 4, 5, 3, 4)
     # The rows of a step are free.
     model.step_costs = StepCosts(
