@@ -11,16 +11,17 @@ pytest.importorskip("torch")
 from benchmarks import peers
 from tests.commands import write_tiny
 
+METHODS = ("", " ngram", " layerskip --exit-layer 1")
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("fast_compile")]
 
 
 def test_transformers_generates_the_same_texts(capsys, tmp_path_factory):
     directory = write_tiny(tmp_path_factory)
-    words = ["--model", str(directory), "--run", "ngram", "--limit", "2", "--max-new-tokens", "8"]
-    assert peers.main(words) == 0
+    words = ["--model", str(directory), "--run", "ngram", "--run", "layerskip --exit-layer 1"]
+    assert peers.main([*words, "--limit", "2", "--max-new-tokens", "8"]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out)
-    ours = [f"jaxspec {weights}{method}" for weights in ("float32", "int8") for method in ("", " ngram")]
+    ours = [f"jaxspec {weights}{method}" for weights in ("float32", "int8") for method in METHODS]
     theirs = ["transformers", "transformers prompt lookup", "transformers early exit"]
     assert list(report["runs"]) == [*ours, *theirs]
     for run in theirs:
