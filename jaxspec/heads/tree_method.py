@@ -70,7 +70,7 @@ class TreeHeadMethod(TreeMethod, HeadMethod):
         return dataclasses.replace(super().cost(target, drafter, params), rows=rows)
 
     def most(self, head: Any) -> int:
-        """Returns the largest K of a head, whose config this is."""
+        """Returns the largest K of a head, given its config."""
         return MAX_DRAFT_TOKENS
 
     def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:

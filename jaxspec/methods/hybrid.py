@@ -115,12 +115,6 @@ class Hybrid(Method):
         second = self._parts()["second"].cost(target, cast("Choosing", drafter).candidates[1], params[1])
         return None if second is None else dataclasses.replace(second, lookup=True, adapts=True)
 
-    def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
-        """Returns the method with both of its methods limited."""
-        given = longest, target, resources
-        parts: dict[str, Any] = {role: part.limited(*given) for role, part in self._parts().items()}
-        return dataclasses.replace(self, **parts)
-
     def _parts(self) -> dict[str, Method]:
         return {role: getattr(self, role) or registry.find(usual)() for role, usual in _USUAL.items()}
 

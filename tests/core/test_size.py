@@ -31,7 +31,7 @@ LINES = {
     "io": 4116,
     "loading": 492,
     "measuring": 5577,
-    "methods": 1473,
+    "methods": 1469,
     "model": 2168,
     "programs": 1045,
     "serving": 2460,

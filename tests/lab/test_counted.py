@@ -124,7 +124,7 @@ def test_the_interval_contains_the_seed_of_a_search():
 
 
 def test_the_sentences_about_probes_and_about_the_smaller_model():
-    """Of 9 tokens in 3 rounds 6 were drafted; the probe drafts 8 for them, the constant length 12."""
+    """Each text has 9 tokens in 3 rounds. The product drafts 6 tokens for it, the probe 8, the constant length 12."""
     columns = tuple(Column(name, price) for name, price in (("Llama 1B", (0.2, 0)), ("Llama 7B", (0.3, 0))))
     drafted = {adaspeed_ratios.PRODUCT: 6, adaspeed_ratios.PROBE: 8, adaspeed_ratios.CONSTANT: 12}
     works = {Case(row, ""): work([9, 9], [3, 3], [[count, count]] * 2) for row, count in drafted.items()}

@@ -43,7 +43,7 @@ class DFlash(TreeHeadMethod):
         return Drafting(target.config, head, *self.block(head))
 
     def most(self, head: Any) -> int:
-        """Returns the number of tokens that the head's block drafts."""
+        """Returns the number of tokens that a block of the head drafts."""
         return int(head.longest)
 
     def block(self, head: Any, probe: Callable[[], Estimate] | None = None) -> tuple[Any, ...]:

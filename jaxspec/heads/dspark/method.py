@@ -33,7 +33,7 @@ class DSpark(DFlash):
     independent: ClassVar[bool] = False
 
     def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
-        """Returns the method as of DFlash. By default, the predicted acceptance ends a draft if there is one."""
+        """Returns the method with this K, see DFlash. By default, a predicted acceptance ends its drafts."""
         config: Any = self._head(target, resources).config
         chosen = self.tree or self.stop_rule or config.confidence == "none"
         method = self if chosen else dataclasses.replace(self, stop_rule=("probe",))
