@@ -209,9 +209,9 @@ def short() -> str:
     return "\n".join("|" + line.split("|", 2)[2] for line in lines)
 
 
-def replaced(text: str, made: str) -> str:
-    """Returns the text of a page with this table in place of the one after `MADE`."""
-    return re.sub(rf"({re.escape(MADE)}\n\n)(?:\|.*\n)*", lambda found: found[1] + made + "\n", text)
+def replaced(text: str, mark: str, made: str) -> str:
+    """Returns the text of a page with this table in place of the one after the mark."""
+    return re.sub(rf"({re.escape(mark)}\n\n)(?:\|.*\n)*", lambda found: found[1] + made + "\n", text)
 
 
 @dataclasses.dataclass(frozen=True)

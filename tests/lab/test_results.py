@@ -70,11 +70,12 @@ def test_the_index_of_measurements_is_made_from_the_figures():
     assert MEASURED["measurements/index.md"] == figures.page(figures.load(MEASUREMENTS / "figures.json"))
 
 
-def test_the_tables_of_speeds_are_printed_by_their_command(capsys):
-    """Those of README.md and of the index; their measured cells are figures of the pages."""
-    readme = (results.DOCS.parent / "README.md").read_text("utf-8")
-    assert readme == speeds.replaced(readme, speeds.short())
-    assert readme != speeds.replaced(readme, "| another |")
+def test_tables_within_pages_are_made(capsys):
+    """Those of README.md, of a page and of the index; measured cells of the latter are figures of the pages."""
+    for page, mark, table in results.tables():
+        text = page.read_text("utf-8")
+        assert text == speeds.replaced(text, mark, table)
+        assert text != speeds.replaced(text, mark, "| another |")
     assert speeds.main([]) == 0
     printed = capsys.readouterr().out
     assert printed in MEASURED["measurements/index.md"]
