@@ -15,8 +15,10 @@ import pytest
 
 import jaxspec.heads
 import training.heads
+from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads import kinds
 from jaxspec.methods import registry
+from jaxspec.model import llama
 from jaxspec.testing import TARGET, contracts, params
 from jaxspec.texts import requests
 from tests import tiny
@@ -47,9 +49,19 @@ def run(script: str, monkeypatch) -> dict:
     return vars(page)
 
 
+@pytest.fixture
+def shallow(monkeypatch):
+    """Loads four layers, until a trained exit of `sorted`, in place of each model: most of the time is compilation."""
+    model = jaxspec.load("sorted")
+    weights = llama.truncate(model.params, 4)
+    cut = LanguageModel(model.config.truncated(4), weights, model.tokenizer, name="small")
+    monkeypatch.setattr(jaxspec, "load", lambda name: cut)
+
+
 @pytest.mark.full
-def test_the_code_of_the_extend_page_runs(capsys, monkeypatch):
+def test_the_code_of_the_extend_page_runs(capsys, monkeypatch, shallow):
     script = code("extend.md").replace("check_drafter(Repeat(period=2), report=print)", CHECK)
+    script = script.replace("exit_layer=6", "exit_layer=2")
     names = run(script, monkeypatch)
     said = capsys.readouterr().out
     assert "check_greedy_text, greedy acceptor" in said
@@ -130,9 +142,9 @@ def test_the_head_of_the_page_is_written_and_read_and_drafts(toy, tmp_path, monk
 
 
 @pytest.mark.full
-def test_the_code_of_the_python_page_runs(monkeypatch):
-    script = code("python.md").replace('load("large")', 'load("small")').replace("=64", "=8")
-    script = script.replace("[60, 20]", "[8, 6]")
+def test_the_code_of_the_python_page_runs(monkeypatch, shallow):
+    script = code("python.md").replace("=64", "=8").replace("[60, 20]", "[8, 6]")
+    script = script.replace("exit_layer=6", "exit_layer=2")
     monkeypatch.setattr(requests, "DEFAULT_BUDGET", 8)  # where the page gives none
     run(script, monkeypatch)
 
