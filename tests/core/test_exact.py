@@ -88,7 +88,7 @@ def test_logits_do_not_depend_on_the_pass(form):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("bfloat16, int8 weights", "bfloat16, adapter")
+@pytest.mark.representatives("bfloat16, adapter")  # the history of int8 weights is tested below
 @pytest.mark.parametrize("form", [*FORMS, "float32, adapter", "bfloat16, adapter"])
 def test_logits_of_qwen3_do_not_depend_on_the_pass(form):
     check_passes(QWEN, form, ([2] * 15, 64, 1), ([3, 5, 8, 14], 32, 3), ([30], 512, 3))
@@ -299,33 +299,7 @@ def check_method(form, drafter):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("form", "drafter"), [("float32", "token-recycling"), ("bfloat16", "layerskip")])
-def test_a_method_writes_the_bits_of_plain_decoding(form, drafter):
-    check_method(form, drafter)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("form", "drafter"),
-    [
-        ("float32", "s2d-target"),
-        ("int8", "eagle-tree"),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in [
-                ("float32", "hybrid-tree"),
-                ("bfloat16", "uno-single-pass"),
-                ("bfloat16", "draft-verify"),
-                ("int8", "asd"),
-            ]
-        ),
-    ],
-)
-def test_every_family_writes_the_bits_of_plain_decoding(form, drafter):
-    check_method(form, drafter)
-
-
-@pytest.mark.slow
+@pytest.mark.representatives("layerskip-bfloat16", "eagle-tree-int8")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("drafter", tiny.DRAFTERS)
 def test_every_method_writes_the_bits_of_plain_decoding(form, drafter):
