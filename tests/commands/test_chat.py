@@ -106,23 +106,27 @@ def test_settings_another_answer_and_a_file(run, model, template, tmp_path):
     assert "a.json exists; give another file" in message
 
 
+# Each takes a process that renders the template; other rows have the same kind of error.
+ALIKE = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("/stat", "unknown command '/stat'; perhaps you meant /stats; /help lists the commands"),
-        ("/seed", "unknown command '/seed'; /help lists the commands"),
+        pytest.param("/seed", "unknown command '/seed'; /help lists the commands", marks=ALIKE),
         ("/set temperatur 1", "unknown option --temperatur; perhaps you meant --temperature\n"),
         ("/set temperature -1", "temperature is -1"),
-        ("/set max-new-tokens 0", "max-new-tokens is 0"),
-        ("/set model small", "unknown option --model"),
+        pytest.param("/set max-new-tokens 0", "max-new-tokens is 0", marks=ALIKE),
+        pytest.param("/set model small", "unknown option --model", marks=ALIKE),
         ("/retry", "no message to answer again"),
-        ("/save", "no file; give /save FILE"),
+        pytest.param("/save", "no file; give /save FILE", marks=ALIKE),
         ("/load nowhere.json", "nowhere.json"),
         ('"""a\nb', 'a message begins with """ and does not end with it'),
-        ("/method", "no method; give a name"),
+        pytest.param("/method", "no method; give a name", marks=ALIKE),
         ("/method ngrm", "unknown method 'ngrm'; perhaps you meant ngram"),
         ("/method ngram --exit-layer 3", "--exit-layer"),
-        ("/method layerskip --exit-layer 9", "exit"),
+        pytest.param("/method layerskip --exit-layer 9", "exit", marks=ALIKE),
         (b"\xff", "standard input is not text in UTF-8"),
         ("x " * 600, "the model's context is 512"),
     ],

@@ -145,8 +145,9 @@ def test_a_conversation_begins_with_the_kept_system_prompt(name):
         assert answer.tokens == fresh.tokens
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_auto_reuses_caches():
+    """As in the turns of a conversation, which `test_conversation.py` tests in every run."""
     options = OPTIONS | {"method": "auto", "among": ("ngram", "suffix")}
     fresh, lm = model(prefix_cache=None).generate(PROMPTS, **options), model()
     for _ in range(2):

@@ -335,6 +335,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, message):
 
 
 @pytest.mark.full
+@pytest.mark.representatives("qwen3")
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_head_drafts_by_the_name_of_its_method(tmp_path, target):
     config = tiny.engine_config(TARGETS[target])

@@ -256,7 +256,7 @@ def test_asd_is_counted_on_prompt_files(lm, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("adaspeed", "s2d")
+@pytest.mark.representatives("s2d")
 @pytest.mark.parametrize("paper", ["adaspeed", "s2d", "asd"])
 def test_counts_need_no_clock(lm, draft, paper, tmp_path):
     options = PaperOptions(

@@ -63,7 +63,7 @@ def exits(lm):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("confidence-3", "length-3", "probe-5")
+@pytest.mark.representatives("length-3", "probe-5")
 @pytest.mark.parametrize(
     ("name", "length"),
     [*((rule, 3) for rule in RULES), ("constant", 1), ("length", 1), ("product", K), ("probe", K)],

@@ -138,6 +138,7 @@ DRAFTERS = {
 
 
 @pytest.mark.full
+@pytest.mark.representatives("asd", "adaspeed")
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_most_of_what_is_drafted_stands(standin, plain, method):
     rate, _, length = drafted(standin, DRAFTERS[method], plain)

@@ -169,6 +169,7 @@ def test_sampled_text_is_plain_decodings():
 
 
 @pytest.mark.full
+@pytest.mark.representatives("tree")
 @pytest.mark.parametrize("options", [{"no_tree": True}, {"tree": "8x4"}], ids=["chain", "tree"])
 def test_a_hybrid_takes_its_chain_and_its_tree(options):
     """It learns in rounds of the other drafter too."""

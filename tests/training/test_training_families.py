@@ -50,7 +50,7 @@ def check_drafts(folder, method: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.representatives("gemma3_text", "olmo3")
+@pytest.mark.representatives("olmo3")
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
 def test_a_sorted_draft_is_trained(folder):
     start = ["--start", str(folder / "start"), "--exits", "1", "2", "--warmup", "1"]
