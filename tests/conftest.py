@@ -19,9 +19,9 @@ from tests import xla
 # The slowest files run first, so that no worker runs one of them alone at the end. By default xdist begins with the
 # files with the most tests.
 LONGEST = (
-    *("conformance", "notebooks", "results", "mesh", "session"),
-    *("training_run", "papers", "processes", "docs"),
-    *("training_heads", "int8", "eagle", "s2d"),
+    *("conformance", "accelerator", "notebooks", "auto", "exact", "training_run", "choosing_drafter"),
+    *("prefix", "session", "self_speculation", "conversation", "docs", "training_memory", "counted"),
+    *("compiled", "processes", "eagle", "paper_s2d", "training_elastic", "training_precision"),
 )
 
 
