@@ -44,11 +44,6 @@ class Chat(AnswerOptions):
     max_new_tokens: int | None = None
     drafting: Any = None
 
-    @property
-    def converses(self) -> bool:
-        """Always: a conversation goes through the chat template."""
-        return True
-
     def run(self) -> int:
         """Chats; returns the exit status."""
         method = self.drafting

@@ -13,7 +13,6 @@ from jaxspec.cli.methods import made_of, usual_methods
 from jaxspec.console.distributed import ProcessOptions
 from jaxspec.console.parsing import Positional
 from jaxspec.host.messages import shown
-from jaxspec.io.tokenizers import chat
 from jaxspec.methods import Method, registry
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.model.config import KVCacheDtype
@@ -203,14 +202,7 @@ class AnswerOptions:
 
     def load(self) -> LanguageModel:
         """The model, loaded."""
-        if self.converses:
-            chat.prepare()
         return self.model.load(self.chat_template)
-
-    @property
-    def converses(self) -> bool:
-        """Whether texts go through the chat template."""
-        return self.system is not None
 
     def check_texts(self, others: Mapping[str, Sequence[str | None]] | None = None) -> None:
         """Checks the texts of the command line, and others by the names of their options.
@@ -323,11 +315,6 @@ class TextOptions(AnswerOptions):
 
         path = "-" if self.prompt_file is None else self.prompt_file
         return read_text(path, "--prompt-file must be a text file").removesuffix("\n")
-
-    @property
-    def converses(self) -> bool:
-        """Whether the prompt goes through the chat template."""
-        return super().converses or self.chat or self.messages is not None
 
     def generation(self) -> dict[str, Any]:
         """Returns the options of `AnswerOptions`, and whether the prompt is a message."""

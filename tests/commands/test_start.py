@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.io.tokenizers.chat import ChatTemplate
-
 ROOT = Path(__file__).parents[2]
 HEAVY = (
     "jax",
@@ -67,24 +65,3 @@ def test_a_command_imports_no_other_command_nor_what_it_does_not_use():
 def test_what_is_deferred_is_there_when_it_is_used():
     code = "from jaxspec.console.environment import defer_linen; defer_linen(); import flax, flax.linen as nn; nn.Dense"
     assert "flax.linen.linear" in imported(code)
-
-
-@pytest.mark.parametrize("by", ["the whole package", "its parts"])
-def test_a_template_is_rendered_by_either_import_of_transformers(by):
-    program = "import jaxspec.io.tokenizers.chat_worker as worker\n"
-    if by == "the whole package":
-        program += "worker.PathFinder = None\n"
-    program += "chat, template = [{'role': 'user', 'content': 'Hi'}], '{{ messages[0].content }}!'\n"
-    program += "print(worker._renderer()([chat], chat_template=template))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [sys.executable, "-c", program + "\nimport sys; print('transformers.utils.hub' in sys.modules)"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
-    )
-    assert done.stdout.splitlines() == ["(['Hi!'], [])", str(by == "the whole package")]
-    assert (
-        ChatTemplate("{{ messages[0].content }}!").render([{"role": "user", "content": "Hi"}]).text == "Hi!"
-    )

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2] / "jaxspec"
 # Lines of code by folder, without docstrings, comments and blank lines. A folder may have up to `SLACK` fewer.
 LINES = {
     ".": 1098,
-    "cli": 822,
+    "cli": 810,
     "console": 916,
     "costs": 246,
     "decoding": 553,
@@ -28,7 +28,7 @@ LINES = {
     "grammar": 1216,
     "heads": 2674,
     "host": 657,
-    "io": 4116,
+    "io": 3997,
     "loading": 492,
     "measuring": 5577,
     "methods": 1469,

@@ -1,20 +1,15 @@
-"""A model's chat template runs no code, and rendering ends in bounded time and memory, in training too."""
+"""A model's chat template runs no code, in training too."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import sys
-import threading
 from pathlib import Path
 
 import jinja2
 import pytest
 
 from jaxspec.io.hf import huggingface
-from jaxspec.io.tokenizers import chat
 from jaxspec.io.tokenizers.chat import ChatTemplate
 from jaxspec.io.tokenizers.tokenizer import load_tokenizer
 from tests.commands import CONFIG, write_byte_level, write_model, write_tokenizer
@@ -54,26 +49,13 @@ SECRETS = [
     "{{ messages.append(1) }}",
     "{{ messages[0].update(role='system') }}",
 ]
-MEMORY = [
-    "{{ 'a' * 10**10 }}",
-    "{{ [0] * 10**10 }}",
-    "{{ '%10000000000d' % 1 }}",
-    "{{ 'a'.ljust(10**10) }}",
-    "{{ '{:10000000000}'.format(1) }}",
-    "{{ 'a' | center(10**10) }}",
-    "{{ 'a\na' | indent(10**10) }}",
-    "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+WRONG = [
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "{{ range(10**12) | list }}",
     "{% for i in range(10**12) %}{% endfor %}",
-    "{{ 'a' * 20000000 }}",
     "{{ " + "(" * 5000 + ")" * 5000 + " }}",
     "{{ 1",
     "{% generation %}",
-]
-ENDLESS = [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ 9 ** (9 ** 9) % 2 }}",
 ]
 
 
@@ -97,60 +79,12 @@ def test_a_template_reads_and_changes_nothing_else(template):
     assert_line(error.value)
 
 
-@pytest.mark.parametrize("template", MEMORY)
-def test_a_template_ends_in_bounded_memory(template):
+@pytest.mark.parametrize("template", WRONG)
+def test_a_wrong_template_gives_one_line(template):
     with pytest.raises(ValueError, match="the chat template cannot render the conversation: ") as error:
         ChatTemplate(template).render(MESSAGES)
     assert_line(error.value)
     assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES).text == "Hi"
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform == "win32", reason="a process has no alarm there")
-@pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_ends_in_bounded_time(template, monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
-    with pytest.raises(ValueError, match="it takes more than"):
-        ChatTemplate(template).render(MESSAGES)
-    monkeypatch.undo()
-    assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES).text == "Hi"
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform == "win32", reason="a process has no alarm there")
-def test_a_template_ends_where_this_process_ignores_alarms(monkeypatch):
-    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    try:
-        chat._worker(os.getpid()).stop()
-        chat._worker.cache_clear()
-        ChatTemplate("started").render(MESSAGES)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    worker = chat._worker(os.getpid())
-    # So that a rendering without an end fails the test instead of the whole run.
-    timer = threading.Timer(60, worker._process.kill)
-    timer.start()
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
-    with pytest.raises(ValueError, match="it takes more than"):
-        ChatTemplate(ENDLESS[0]).render(MESSAGES)
-    timer.cancel()
-
-
-@pytest.mark.full
-def test_an_interrupted_rendering_leaves_no_reply_for_the_next(monkeypatch):
-    ChatTemplate("old").render(MESSAGES)
-    worker = chat._worker(os.getpid())
-
-    class Interrupted:
-        def readline(self):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(worker._process, "stdout", Interrupted())
-    monkeypatch.setattr(worker._process, "communicate", worker._process.wait)
-    with pytest.raises(KeyboardInterrupt):
-        ChatTemplate("stale").render(MESSAGES)
-    assert worker._process.poll() is not None
-    assert ChatTemplate("new").render(MESSAGES).text == "new"
 
 
 def test_what_a_template_says_is_one_short_line():
@@ -271,16 +205,3 @@ def test_code_beside_a_tokenizer_is_not_imported(changes, tmp_path, monkeypatch)
 def assert_line(error: BaseException) -> None:
     assert len(str(error)) <= 300
     assert str(error).isprintable()
-
-
-@pytest.mark.full
-def test_a_forked_process_that_ends_leaves_the_renderer_of_its_parent():
-    template = ChatTemplate("{{ messages[0].content }}")
-    assert template.render([{"role": "user", "content": "one"}]).text == "one"
-    worker = chat._worker(os.getpid())
-    if (child := os.fork()) == 0:
-        worker.stop()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert template.render([{"role": "user", "content": "two"}]).text == "two"
-    assert chat._worker(os.getpid()) is worker

@@ -3,5 +3,4 @@
 - `tokenizer`: converts between text and token ids.
 - `tokenizer_file`: reads `tokenizer.json` without transformers.
 - `chat`: reads and renders chat templates.
-- `chat_worker`: the process that renders a template.
 """

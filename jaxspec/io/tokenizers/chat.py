@@ -1,20 +1,14 @@
 """Reads a model's chat template and renders conversations with it.
 
-A template is a program that came with a model. Each is rendered by transformers' sandboxed Jinja in a separate process,
-whose time and, on Linux, memory are bounded, both for inference and for training.
+A template is a program that came with a model. transformers' sandboxed Jinja renders it, both for inference and for
+training: a template cannot reach Python's objects, files or commands.
 """
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +18,11 @@ from jaxspec.host.messages import shown
 
 # The files that transformers reads, the one with precedence first; the last belongs to its processors.
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
-# The time limit of one rendering; a typical one takes less than a millisecond.
-SECONDS = 20.0
 # The variables that `ChatTemplate.render` itself passes to a template.
 _GIVEN = frozenset(
     ("messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message")
 ) | {"return_assistant_tokens_mask"}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins a block of an answer
 _MOST = 200  # characters of a template's error message
 
 
@@ -75,28 +68,29 @@ class ChatTemplate:
           variables: variables of the template, such as Qwen3's `enable_thinking`.
 
         Raises:
-          ValueError: the template refuses the conversation, is not valid Jinja, violates the sandbox, or exceeds its
-            time or memory; one line.
+          ValueError: the template refuses the conversation, is not valid Jinja, or violates the sandbox; one line.
         """
         if taken := sorted(_GIVEN & (variables or {}).keys()):
             raise ValueError(f"chat_template_kwargs has {taken[0]}, which jaxspec itself sets; leave it out")
-        arguments = {
-            **self.special_tokens,
-            **(variables or {}),
-            "chat_template": self.template,
-            "add_generation_prompt": ask,
-            "continue_final_message": go_on,
-            "return_assistant_tokens_mask": not (ask or go_on),
-        }
-        reply = _render({"messages": list(messages), "arguments": arguments, "seconds": SECONDS})
-        if "error" in reply:
-            raise ValueError(f"the chat template cannot render the conversation: {_line(reply['error'])}")
-        return Rendered(reply["text"], tuple((begin, end) for begin, end in reply["answers"]))
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-
-def prepare() -> None:
-    """Starts the process that renders, which takes a moment, so that the first conversation need not wait for it."""
-    _worker(os.getpid())
+        given = {"conversations": [list(messages)], **self.special_tokens, **(variables or {})}
+        # A template gets values of JSON; another value becomes a placeholder, as in transformers.
+        plain = json.loads(json.dumps(given, default=lambda value: f"<{type(value).__name__}>"))
+        marks_answers = not (ask or go_on) and _GENERATION.search(self.template) is not None
+        try:
+            rendered: Any = render_jinja_template(
+                **plain,
+                chat_template=self.template,
+                add_generation_prompt=ask,
+                continue_final_message=go_on,
+                return_assistant_tokens_mask=marks_answers,
+            )
+            (text,), answers = rendered
+        except Exception as error:  # a template can raise any exception
+            reason = _line(str(error) or type(error).__name__)
+            raise ValueError(f"the chat template cannot render the conversation: {reason}") from None
+        return Rendered(text, tuple(answers[0]) if answers else ())
 
 
 def text_of(content: Any) -> Any:
@@ -166,74 +160,3 @@ def _line(reason: str) -> str:
     line = (reason.strip().splitlines() or [""])[0]
     line = "".join(one if one.isprintable() else "?" for one in line[: _MOST + 1])
     return line if len(line) <= _MOST else line[:_MOST] + "…"
-
-
-def _render(request: Mapping[str, Any]) -> dict[str, Any]:
-    # A value that JSON cannot express becomes a placeholder, as in transformers; a template cannot use it.
-    line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>")
-    worker = _worker(os.getpid())
-    try:
-        return worker.ask(line)
-    except _Ended as ended:
-        _worker.cache_clear()
-        status = ended.args[0]
-        if status == -getattr(signal, "SIGALRM", 0):
-            return {"error": f"it takes more than {request['seconds']:g} seconds"}
-        return {"error": f"the process that rendered it ended with status {status}"}
-    except BaseException:  # interrupted: the next request would read this reply
-        _worker.cache_clear()
-        worker.stop()
-        raise
-
-
-class _Ended(Exception):
-    """The process has ended; the argument is its exit status."""
-
-
-class _Worker:
-    """A process that renders conversations one after another; see `chat_worker`."""
-
-    def __init__(self) -> None:
-        path = os.pathsep.join(filter(None, sys.path))
-        self._lock, self._pid = threading.Lock(), os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"},
-            start_new_session=True,  # only this process gets Ctrl-C; it then stops the worker
-            encoding="ascii",
-        )
-        atexit.register(self.stop)
-
-    def ask(self, line: str) -> dict[str, Any]:
-        """Returns the reply to a request; raises `_Ended` if the process ends instead."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with self._lock:
-            try:
-                self._process.stdin.write(line + "\n")
-                self._process.stdin.flush()
-                reply = self._process.stdout.readline()
-            except BrokenPipeError:
-                reply = ""
-        if not reply:
-            raise _Ended(self._process.wait())
-        found: dict[str, Any] = json.loads(reply)
-        return found
-
-    def stop(self) -> None:
-        """Ends the process, unless this one was forked from its owner, which may still need it."""
-        atexit.unregister(self.stop)
-        if os.getpid() != self._pid:
-            return
-        self._process.kill()
-        self._process.communicate()
-
-
-@functools.cache
-def _worker(pid: int) -> _Worker:
-    """Returns the worker of process `pid`: a forked process must start its own."""
-    del pid
-    return _Worker()
