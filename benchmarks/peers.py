@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks import command, peers_report
+from benchmarks.transformers_runs import transformers_runs
 from jaxspec.cli.methods import parse_run
 from jaxspec.console.output import check_directory
 from jaxspec.console.terminal import tell
@@ -35,7 +36,6 @@ from jaxspec.io.gguf.container import is_gguf
 from jaxspec.loading.loading import find_model
 from jaxspec.measuring.bench import speed
 from jaxspec.measuring.bench.bench_records import Record
-from jaxspec.measuring.bench.peers import transformers_runs
 from jaxspec.measuring.bench.prompt_files import Task, encoded, in_turn, own_tasks
 from jaxspec.measuring.bench.suite import check_tokenizer
 from jaxspec.measuring.bench.suite_options import Amount, Chat
@@ -50,7 +50,6 @@ FORMAT = "jaxspec.peers/1"
 BASELINE = "jaxspec float32"
 # Measured by default: the choice of a method, and the method that needs no head, as the other programs have it.
 _USUAL = ("auto", "ngram")
-_GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _PACKAGES = ("jaxspec-decoding", "jax", "torch", "transformers", "xllamacpp")
 
 
@@ -216,10 +215,10 @@ def _transformers(
     on_progress("loading the model into transformers")
     lm = engines.lm
     # Counterparts are found by class. Equal weights give equal texts, so they end at the same token.
-    made = transformers_runs(lm, options.model, methods, _GREEDY, options.max_new_tokens)
+    made = transformers_runs(lm, options.model, methods, options.max_new_tokens)
 
     def run(generate: Callable[..., Result], prompt: Prompt, turn: int) -> Result:
-        return generate(prompt.tokens, turn, max_new_tokens=prompt.max_new_tokens)
+        return generate(prompt.tokens, max_new_tokens=prompt.max_new_tokens)
 
     return {name: functools.partial(run, generate) for name, generate in made.items()}
 

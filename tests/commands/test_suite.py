@@ -16,8 +16,7 @@ from jaxspec.cli.methods import parse_run
 from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.ngram_drafter import NGram
-from jaxspec.host import extras
-from jaxspec.measuring.bench import free_rows, peers, prompts, suite
+from jaxspec.measuring.bench import free_rows, prompts, suite
 from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.measuring.bench.prompt_files import Task
 from jaxspec.measuring.bench.suite import Suite, plan
@@ -595,7 +594,6 @@ def test_texts_that_differ_are_told(run, model, monkeypatch):
         ),
         (("--chat", "on"), "the model has no chat template; give one with --chat-template FILE"),
         (("--max-new-tokens", "600"), "none of the prompts fits into the context of 512 tokens with"),
-        (("--peer", "vllm"), "--peer is 'vllm'; give one of 'transformers'"),
     ],
 )
 def test_wrong_use_is_one_line(run, model, arguments, message):
@@ -613,13 +611,6 @@ def test_an_output_that_cannot_be_is_refused(run, model, tmp_path):
 
 
 # Peers
-
-
-def test_peers_need_pytorch(run, model, monkeypatch):
-    monkeypatch.setattr(extras, "_is_installed", lambda module: module != "torch")
-    status, _, err = run("--model", model, "--methods", "ngram", "--peer", "transformers")
-    assert (status, err.count("\n")) == (1, 1)
-    assert err.startswith("jaxspec: error: this needs torch, of the extra `peers`: pip install")
 
 
 def test_peers_take_part_in_the_turns():
@@ -643,12 +634,3 @@ def test_peers_take_part_in_the_turns():
     assert report(lm, made)["runs"]["transformers"]["all"]["speedup"] == pytest.approx(0.5)
     with pytest.raises(ValueError, match="batch is 2, but peers generate one prompt at a time; give 1"):
         Suite(lm, TASKS, {}, SuiteOptions(batch=2), distribution=GREEDY, peers={"transformers": peer})
-
-
-@pytest.mark.full
-def test_the_time_of_a_peers_text_begins_with_its_first_tokens():
-    clock = peers._Clock()
-    for size in (4, 2, 1):
-        clock.put(SimpleNamespace(numel=lambda size=size: size))
-    assert clock.sizes == [4, 2, 1]
-    assert clock.times == sorted(clock.times)

@@ -126,7 +126,7 @@ NEVER = {
     "benchmarks": ("training", "torch"),
 }
 # What these may import all the same, inside functions: other programs to be measured beside.
-PEERS = {"jaxspec.measuring.bench.peers": ("torch",)}
+PEERS = {"benchmarks.transformers_runs": ("torch",)}
 # Their imports under TYPE_CHECKING are the names that they re-export when asked.
 REEXPORTS = ("jaxspec.methods",)
 # These talk to the host; everything else is pure functions over pytrees.
@@ -269,7 +269,7 @@ def test_only_the_table_of_commands_names_a_module_of_a_wing():
         ("jaxspec.session.session", "from training import step"),
         ("jaxspec.host.files", "import torch"),
         ("jaxspec.measuring.bench.comparison", "def f():\n    import torch"),
-        ("jaxspec.measuring.bench.peers", "import torch"),
+        ("benchmarks.transformers_runs", "import torch"),
         ("jaxspec.model.cache", "from jaxspec import load"),
         ("jaxspec.heads.eagle.network", "from jaxspec.heads.eagle.files import read"),
         ("jaxspec.heads.eagle.drafter", "import json"),

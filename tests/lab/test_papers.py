@@ -443,7 +443,6 @@ def test_options_of_another_paper_are_refused(run, arguments):
     "arguments",
     [
         ("--methods", "ngram"),
-        ("--peer", "transformers"),
         ("--batch", "2"),
         ("--chat-template", "x.jinja"),
         ("--temperature", "1"),

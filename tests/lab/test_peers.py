@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import peers, peers_report
+from benchmarks import peers, peers_report, transformers_runs
 from jaxspec.engine.language_model import load
 from jaxspec.texts.results import Result, Statistics
 from jaxspec.texts.text import Token
@@ -138,3 +139,12 @@ def test_wrong_use_is_one_line(capsys, directory):
     status, _, said = called(capsys, "--model", directory, "--run", "guess")
     assert (status, said.count("\n")) == (2, 1)
     assert "unknown method 'guess'" in said
+
+
+@pytest.mark.full
+def test_the_time_of_a_peers_text_begins_with_its_first_tokens():
+    clock = transformers_runs._Clock()
+    for size in (4, 2, 1):
+        clock.put(SimpleNamespace(numel=lambda size=size: size))
+    assert clock.sizes == [4, 2, 1]
+    assert clock.times == sorted(clock.times)

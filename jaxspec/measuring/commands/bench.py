@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import MethodsOptions, ModelOptions, SamplingOptions
 from jaxspec.console.output import check_directory
@@ -47,8 +47,6 @@ class Bench:
       prompt_file: JSON lines as of Spec-Bench or MT-bench (`turns`), GSM8K (`question`, `answer`) or HumanEval
         (`prompt`, `entry_point`), or a .txt file of one prompt a line. Default: those of the
         jaxspec.prompts.json beside the model, else the project's own.
-      peer: another program on the same prompts, in the same turns: plain decoding and prompt lookup, assisted
-        generation where draft-model is measured, early exit where layerskip is. Needs the extra `peers`.
       chat_template: a Jinja file, or vicuna, llama-2 or chatml, for a model that has no chat template.
       output: a directory for records.jsonl and report.json, made if missing.
       resume: go on with what the directory of --output holds; --no-resume begins again. Default: yes.
@@ -56,7 +54,6 @@ class Bench:
     """
 
     prompt_file: tuple[str, ...] = ()
-    peer: Literal["transformers"] | None = None
     chat_template: str | None = None
     output: str | None = None
     resume: bool = True
@@ -73,10 +70,6 @@ class Bench:
 
     def _run(self, held: contextlib.ExitStack) -> int:
         """Runs the measurement. `held` gets the lock of the output once every check has passed."""
-        if self.peer is not None and self.model.processes.asked:
-            raise ValueError(
-                f"`peer` {self.peer} runs in one process; leave out `distributed` and `coordinator_address`, or `peer`"
-            )
         given = self._given_tasks()
         self.compared.made  # noqa: B018, checked before the model is loaded
         if self.output is not None:
@@ -91,14 +84,6 @@ class Bench:
 
             methods = self.compared.chosen(lm.config.num_layers)
             distribution = self.sampling.numbers()
-            peers = None
-            if self.peer is not None:
-                from jaxspec.measuring.bench.peers import transformers_runs
-
-                progress("loading the model into transformers")
-                peers = transformers_runs(
-                    lm, self.model.model, methods, distribution, self.suite.max_new_tokens
-                )
             tasks = own_tasks(directory=lm.directory) if given is None else given
             suite = Suite(
                 lm,
@@ -107,7 +92,6 @@ class Bench:
                 self.suite,
                 distribution=distribution,
                 seed=self.sampling.seed,
-                peers=peers,
             )
             self._resume(suite, held)
             try:

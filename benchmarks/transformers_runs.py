@@ -1,6 +1,6 @@
-"""Generates with transformers on PyTorch, from the same weights, prompts and sampling parameters as jaxspec.
+"""Generates greedily with transformers on PyTorch, from the same weights and prompts as jaxspec.
 
-This is the only module of the package that needs PyTorch; it is imported on demand.
+This is the only module here that needs PyTorch, which it imports on demand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from jaxspec.host.extras import require
 from jaxspec.io.gguf.container import is_gguf
 from jaxspec.loading.loading import find_model
 from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
-from jaxspec.sampling import is_greedy
 from jaxspec.texts.results import Result, Statistics
 from jaxspec.texts.text import Token
 
@@ -31,9 +30,8 @@ _NAMES: dict[type[Method], str] = {
 
 def transformers_runs(
     lm: LanguageModel,
-    model: str | None,
+    model: str,
     methods: Mapping[str, Method],
-    distribution: Mapping[str, float],
     max_new_tokens: int,
 ) -> dict[str, Any]:
     """Loads a model into transformers and returns its ways to generate.
@@ -48,11 +46,10 @@ def transformers_runs(
       lm: the model in jaxspec, for its EOS, dtype and drafters.
       model: as in `load`.
       methods: the measured methods, by the name of their run; the last one of each class is used.
-      distribution: temperature, top_k, top_p and min_p.
       max_new_tokens: the maximum number of new tokens per text.
 
     Returns:
-      Functions (token ids of a prompt, seed) → `Result`, by the name of their run; their keyword `max_new_tokens`
+      Functions (token ids of a prompt) → `Result`, by the name of their run; their keyword `max_new_tokens`
       replaces the maximum.
 
     Raises:
@@ -61,7 +58,7 @@ def transformers_runs(
     """
     require("peers", "torch", "accelerate")
     target = _load(model, lm)
-    generate = functools.partial(_generate, lm, target, distribution, max_new_tokens=max_new_tokens)
+    generate = functools.partial(_generate, lm, target, max_new_tokens=max_new_tokens)
     runs = {"transformers": generate}
     by_class: dict[type[Method], Method] = {NGram: NGram()}
     by_class |= {type(method): method for method in methods.values()}
@@ -80,7 +77,7 @@ def transformers_runs(
     return runs
 
 
-def _load(model: str | None, lm: LanguageModel) -> Any:
+def _load(model: str, lm: LanguageModel) -> Any:
     """Loads the model into transformers, in the same dtype as in jaxspec."""
     import torch
     import transformers
@@ -99,8 +96,7 @@ def _load(model: str | None, lm: LanguageModel) -> Any:
     loaded.generation_config = transformers.GenerationConfig(
         eos_token_id=list(lm.config.eos_token_ids) or None, pad_token_id=0
     )
-    on_gpu = lm.platform == "gpu" and torch.cuda.is_available()
-    return loaded.eval().to("cuda" if on_gpu else "cpu")
+    return loaded.eval()
 
 
 def _constant(assistant: Any, num_draft_tokens: int) -> Any:
@@ -130,9 +126,7 @@ class _Clock:
 def _generate(
     lm: LanguageModel,
     target: Any,
-    distribution: Mapping[str, float],
     prompt: Sequence[int],
-    seed: int,
     *,
     max_new_tokens: int,
     extra: Mapping[str, Any] | None = None,
@@ -140,10 +134,7 @@ def _generate(
     import torch
 
     ids = torch.tensor([list(prompt)], device=target.device)
-    greedy = is_greedy(distribution["temperature"])
-    sampled = {"do_sample": False} if greedy else {"do_sample": True, **distribution}
     clock = _Clock()
-    torch.manual_seed(seed)
     began = time.perf_counter()
     with torch.inference_mode():
         out = target.generate(
@@ -151,7 +142,7 @@ def _generate(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             streamer=clock,
-            **sampled,
+            do_sample=False,
             **(extra or {}),
         )
         tokens = out[0, len(prompt) :].tolist()
