@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +22,18 @@ from benchmarks import command
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.host.files import read_text
 from jaxspec.host.progress import OnProgress
-from jaxspec.measuring.tuning import fidelity
+from jaxspec.loading.int8 import with_activations
+from jaxspec.measuring.bench import prompts
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from jaxspec.model.quantisation import NUM_OUTLIERS, quantise
+from jaxspec.texts.results import Score
 
 # Numbers of input channels that are computed apart.
 OUTLIERS = (1, 16, 32, 64, 128)
+# Tokens of context without a cache; a longer text is cut into windows of as many.
+WINDOW = 512
 # Tokens that the model reads in one pass with a cache.
 CHUNK = 256
 
@@ -52,25 +58,77 @@ class Options:
 
 
 def measure(options: Options, on_progress: OnProgress = lambda what: None) -> dict[str, Any]:
-    """Returns the report of `jaxspec.measuring.tuning.fidelity.measure`, or of `of_cache`, with the model's name.
+    """Returns the report of `of_weights`, or of `of_cache`, with the model's name.
 
     Raises:
       ValueError: the window is no multiple of 256, or the text has fewer tokens; one line.
     """
     lm = load(options.model, dtype="float32", device="cpu")
     if options.text is None:
-        text = fidelity.held_out_text(lm.directory)
+        kinds = prompts.load("reporting", lm.directory).values()
+        text = "\n\n".join(one for texts in kinds for one in texts)
     else:
         text = read_text(options.text, "--text must be a text file")
     if options.cache:
         return {"model": lm.name, **of_cache(lm, text, options.tokens, options.window, on_progress)}
-    found = fidelity.measure(
-        *(lm.config, lm.params, lm.tokenizer, text),
-        limit=options.tokens,
-        outliers=OUTLIERS,
-        on_progress=on_progress,
-    )
-    return {"model": lm.name, **found}
+    return {"model": lm.name, **of_weights(lm, text, options.tokens, on_progress)}
+
+
+def of_weights(
+    lm: LanguageModel, text: str, limit: int, on_progress: OnProgress = lambda what: None
+) -> dict[str, Any]:
+    """Reads a text with float32, with int8 weights, and with int8 weights and activations, in windows.
+
+    Args:
+      lm: the model in float32.
+      text: a text that the model was not trained on.
+      limit: maximum number of tokens.
+      on_progress: called with the current step.
+
+    Returns:
+      `tokens`, the number of judged tokens; `loss` in float32, in nats per token; `forms`, by name: `loss`,
+      `increase` over float32 with the half width of its 95 % `interval`, and `agreement`, the share of tokens whose
+      most likely successor is the same.
+
+    Raises:
+      ValueError: the text has fewer than two tokens.
+    """
+    ids = np.asarray(lm.encode(text), np.int32)
+    window = min(WINDOW, lm.config.context_length - 1, len(ids) - 1, limit)
+    if window < 1:
+        raise ValueError(f"the text has {len(ids)} tokens; give at least 2")
+    rows = [ids[first : first + window + 1] for first in range(0, min(len(ids) - window, limit), window)]
+    on_progress("reading the text in float32")
+    expected, chosen = _losses(lm, rows)
+    report: dict[str, Any] = {"tokens": expected.size, "loss": float(expected.mean()), "forms": {}}
+    for name, params in _forms(lm):
+        on_progress(f"reading the text with int8 {name}")
+        losses, best = _losses(LanguageModel(lm.config, params), rows)
+        change = losses - expected
+        report["forms"][name] = {
+            "loss": float(losses.mean()),
+            "increase": float(change.mean()),
+            "interval": float(1.96 * change.std() / change.size**0.5),
+            "agreement": float((best == chosen).mean()),
+        }
+    return report
+
+
+def _forms(lm: LanguageModel) -> Iterator[tuple[str, llama.Params]]:
+    """Yields the names and the parameters of the forms of int8."""
+    small = quantise(lm.config, lm.params)
+    yield "weights", small
+    for count in OUTLIERS:
+        apart = "" if count == NUM_OUTLIERS else f", {count} channels apart"
+        yield f"weights and activations{apart}", with_activations(lm.config, small, lm.tokenizer, count)
+
+
+def _losses(lm: LanguageModel, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns −log probability of each token of windows int32[N + 1] but their first, and the most likely tokens."""
+    texts = [row.tolist() for row in rows]
+    scores = cast("list[Score]", lm.score([text[:1] for text in texts], [text[1:] for text in texts]))
+    losses = [-log_prob for score in scores for log_prob in score.log_probs]
+    return np.array(losses), np.array([token for score in scores for token in score.top_tokens])
 
 
 def of_cache(

@@ -17,7 +17,6 @@ import pytest
 from jaxspec.engine.language_model import load
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.commands.inspect import _marks
-from jaxspec.measuring.tuning import fidelity
 from jaxspec.measuring.tuning import inspection as home
 from jaxspec.measuring.tuning.agreement import exit_choices, prepare
 from jaxspec.measuring.tuning.fitness_report import read_texts
@@ -346,20 +345,6 @@ def test_the_fitness_test_is_part_of_it(run, model, tmp_path, monkeypatch):
     status, _, err = run(*arguments, "--fitness", text)
     assert status == 2
     assert re.search(r"tales.txt has \d tokens; the fitness test needs at least 2", err)
-
-
-def test_int8_alone_measures_only_int8(run, model, monkeypatch):
-    """The analysis runs where something of it is asked for."""
-    ran = []
-    monkeypatch.setattr(home, "inspect_model", lambda *_, **__: ran.append("analysis") or {})
-    monkeypatch.setattr(fidelity, "measure", lambda *_, **__: {"loss": 1.0})
-    for more, expected in (([], []), (["Once"], ["analysis"]), (["--alpha", 0.9], ["analysis"])):
-        ran.clear()
-        status, out, _ = run("inspect", *more, "--int8", "--model", model, "--json")
-        assert (status, ran) == (0, expected)
-        assert json.loads(out)["int8"] == {"loss": 1.0}
-    status, out, _ = run("inspect", "--int8", "--model", model, "--json")
-    assert json.loads(out)["model"] == str(model)
 
 
 @pytest.mark.parametrize(

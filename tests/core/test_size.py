@@ -30,7 +30,7 @@ LINES = {
     "host": 657,
     "io": 3997,
     "loading": 492,
-    "measuring": 5453,
+    "measuring": 5361,
     "methods": 1469,
     "model": 2168,
     "programs": 1045,

@@ -25,13 +25,9 @@ class Inspect:
 
     Exits: how often the first layers alone have the next token of the whole model.
 
-    --fitness and --int8 measure only what they name, unless a prompt or a number of the masks is given too.
-
     Fitness (--fitness): loss, agreement and confidence by exit on text that the model was not trained on, and whether
-    the model needs its depth. If it does not, drafts with skipped layers look better than they are.
-
-    Int8 (--int8): the loss on a short text and the agreement of greedy choices with int8 weights, and with int8 weights
-    and activations, compared with float32.
+    the model needs its depth. If it does not, drafts with skipped layers look better than they are. Only the fitness is
+    measured, unless a prompt or a number of the masks is given too.
 
     Attributes:
       prompts: texts to measure on. Default: a few of different kinds.
@@ -39,7 +35,6 @@ class Inspect:
       max_new_tokens: the number of tokens to generate after each prompt, to measure the exits.
         Default 64, or fewer if the context is shorter.
       fitness: a text file that the model was not trained on; adds the fitness test, one kind of work per file.
-      int8: measure the fidelity of --weights int8.
       json: print one JSON object and nothing else.
     """
 
@@ -47,7 +42,6 @@ class Inspect:
     prompt_file: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     fitness: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "FILE"})
-    int8: bool = False
     json: bool = False
     model: ModelOptions = ModelOptions()  # noqa: RUF009
     asd: ASDNumbers = ASDNumbers()  # noqa: RUF009
@@ -55,10 +49,6 @@ class Inspect:
     def run(self) -> int:
         """Inspects; returns the exit status."""
         prompts = self.read_prompts()
-        if self.int8 and (self.model.weights or self.model.mesh):
-            raise ValueError(
-                "--int8 compares int8 with float32 on one device; leave out --weights and --mesh"
-            )
         with Progress() as progress:
             progress("loading the model")
             from jaxspec.measuring.tuning.fitness_report import measure, read_texts
@@ -78,20 +68,13 @@ class Inspect:
             if texts:
                 progress("testing the fitness")
                 report["fitness"] = measure(lm, texts)
-            if self.int8:
-                from jaxspec.measuring.tuning import fidelity
-
-                text = fidelity.held_out_text(lm.directory)
-                report["int8"] = fidelity.measure(
-                    *(lm.config, lm.params, lm.tokenizer, text), on_progress=progress
-                )
         show(report, self.json, _parts)
         return 0
 
     def _analyses(self, prompts: list[str]) -> bool:
         """Whether similarities, masks and exits are measured: by default, or if an option of theirs is given."""
         asked = prompts or self.max_new_tokens is not None or self.asd != ASDNumbers()
-        return bool(asked) or not (self.fitness or self.int8)
+        return bool(asked) or not self.fitness
 
     def read_prompts(self) -> list[str]:
         """Returns the given prompts, texts before files; an empty list if none is given.
@@ -126,10 +109,6 @@ def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
         yield _mask_table(report)
     if "fitness" in report:
         yield from _fitness(report["fitness"])
-    if "int8" in report:
-        from jaxspec.measuring.tuning.fidelity import lines
-
-        yield from lines(report["int8"])
 
 
 def _fitness(report: dict[str, Any]) -> Iterator[str | Table]:

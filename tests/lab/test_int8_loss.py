@@ -1,4 +1,4 @@
-"""The fidelity of int8, as `jaxspec inspect`, `jaxspec convert` and the benchmark report it."""
+"""The loss of int8 weights and activations, `benchmarks.int8_loss`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks import int8_loss
-from jaxspec.cli import main
 from jaxspec.engine.language_model import load
 from jaxspec.loading.int8 import with_activations
-from jaxspec.measuring.tuning import fidelity
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
-from jaxspec.model.quantisation import quantise
+from jaxspec.model.quantisation import NUM_OUTLIERS, quantise
 from tests.commands import write_model, write_tokenizer
 
 TEXT = "Once upon a time there was a boat made of paper. " * 20
@@ -36,9 +34,10 @@ def lm(stored):
 
 def test_against_a_forward_pass_with_a_cache(lm, monkeypatch):
     """Each window is read for itself; float32 agrees with itself."""
-    monkeypatch.setattr(fidelity, "WINDOW", 24)
+    monkeypatch.setattr(int8_loss, "WINDOW", 24)
+    monkeypatch.setattr(int8_loss, "OUTLIERS", (NUM_OUTLIERS,))
     ids = np.asarray(lm.encode(TEXT))
-    found = fidelity.measure(lm.config, lm.params, lm.tokenizer, TEXT, limit=50)
+    found = int8_loss.of_weights(lm, TEXT, 50)
     assert found["tokens"] == 72
     small = quantise(lm.config, lm.params)
     forms = {"weights": small, "weights and activations": with_activations(lm.config, small, lm.tokenizer)}
@@ -65,16 +64,6 @@ def test_against_a_forward_pass_with_a_cache(lm, monkeypatch):
         assert form["agreement"] == pytest.approx((chosen == best).mean(), abs=0.03)
 
 
-def test_inspect_prints_it(stored, capsys):
-    given = ["inspect", "once", "--model", str(stored), "--device", "cpu", "--max-new-tokens", "2", "--int8"]
-    assert main(given) == 0
-    out = capsys.readouterr().out
-    for start in ("int8 compared with", "int8 weights: loss", "int8 weights and activations: loss"):
-        assert f"\n{start}" in out
-    assert main([*given, "--weights", "int8"]) == 2
-    assert "leave out --weights and --mesh" in capsys.readouterr().err
-
-
 def test_the_benchmark_varies_the_channels_apart(stored, tmp_path, monkeypatch):
     monkeypatch.setattr(int8_loss, "OUTLIERS", (1, 64))
     (tmp_path / "text.txt").write_text(TEXT)
@@ -86,7 +75,5 @@ def test_the_benchmark_varies_the_channels_apart(stored, tmp_path, monkeypatch):
 
 
 def test_one_line_for_what_cannot_be(lm):
-    with pytest.raises(ValueError, match="has no tokenizer, which the fidelity of int8 needs"):
-        fidelity.measure(lm.config, lm.params, None, TEXT)
     with pytest.raises(ValueError, match="has 1 tokens; give at least 2"):
-        fidelity.measure(lm.config, lm.params, lm.tokenizer, "")
+        int8_loss.of_weights(lm, "", 100)
