@@ -640,7 +640,7 @@ EXITS = {
     "exits": [1, 2],
     "thresholds": [0.5, 0],
 }
-ACCEPT = {"accept": [0.5], "strength": 1.0, "draft": [0.5]}
+ACCEPT = {"accept": [0.5]}
 COSTS = {"device": "d", "model": "m", "dtype": "f", "num_layers": 2, "live": 1, "full_ms": [[1, 1, 1.0]]}
 COSTS |= {
     "cut_layers": 1,

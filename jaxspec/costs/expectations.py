@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,22 +9,6 @@ import numpy as np
 # The weight of earlier texts' counts when a text is added, and the draft tokens as which an expectation counts beside
 # them.
 MEMORY, KNOWN = 0.95, 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Expectation:
-    """Expected drafts of one candidate before a text's first round.
-
-    Attributes:
-      accept: acceptance by position, given that the positions before were accepted; a token that was not drafted
-        counts as rejected. The last value holds for later positions.
-      strength: number of draft tokens that this counts as.
-      draft: share of drafts that continue to a position. The last value holds for later positions.
-    """
-
-    accept: tuple[float, ...]
-    strength: float
-    draft: tuple[float, ...] = (1.0,)
 
 
 def informed(known: Sequence[float], seen: np.ndarray | None) -> tuple[float, ...]:

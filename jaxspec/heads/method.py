@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +12,6 @@ from jaxspec.methods.files import found
 from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.costs.expectations import Expectation
     from jaxspec.costs.rounds import DraftCost
     from jaxspec.model.llama import Params
     from jaxspec.protocol import Drafter
@@ -81,20 +79,16 @@ class HeadMethod(ChainMethod):
         method = cls()
         return (method,) if cls.may_pay and method._path(target, resources) is not None else ()
 
-    @classmethod
-    def shipped(cls, target: LoadedModel, resources: Resources) -> Mapping[str, Expectation]:
-        """Returns the files beside the embedded head, unless the model has a head of its own."""
-        from jaxspec.heads.files import embedded_head, head_name
-
-        directory = embedded_head(cls.name, target.fingerprint, target.config)
-        if directory is None or found(None, target, resources, head_name(cls.name)) is not None:
-            return {}
-        return _recorded(directory, target)
-
-    def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
+    def expectation(self, target: LoadedModel, resources: Resources) -> tuple[float, ...] | None:
         """Returns the acceptance on held-out prompts, which its training wrote beside the head."""
-        path = self._path(target, resources)
-        return None if path is None else _recorded(Path(path), target).get(self.name)
+        from jaxspec.heads.files import trained_for
+        from jaxspec.io.methods import acceptance_file
+
+        head = Path(self._path(target, resources) or "")
+        file = head / acceptance_file.NAME
+        if not file.is_file():
+            return None
+        return acceptance_file.read_acceptance(file, trained_for(head) or target.fingerprint).get(self.name)
 
     def _path(self, target: LoadedModel, resources: Resources) -> FilePath | None:
         """Returns where the head is: as named, else beside the model, else with jaxspec; None if nowhere."""
@@ -139,8 +133,8 @@ class HeadMethod(ChainMethod):
             return
         path = self._path(target, resources) or ""
         recorded, measured = self.expectation(target, resources), ""
-        if recorded is not None and len(recorded.accept) > self.num_certain:
-            usual, expected = type(self)(draft=path), recorded.accept[self.num_certain]
+        if recorded is not None and len(recorded) > self.num_certain:
+            usual, expected = type(self)(draft=path), recorded[self.num_certain]
             drafter, params = usual.drafter(target, head.config), usual._params(head, target, resources)
             accepted = resources.first_accepted(path, drafter, params, self.num_certain)
             if accepted is not None:
@@ -188,17 +182,6 @@ class HeadMethod(ChainMethod):
             matrix = target.vocabulary(ids).head
         own["vocabulary"] = Vocabulary(matrix, kept, target.config.vocab_size)
         return own
-
-
-def _recorded(directory: Path, target: LoadedModel) -> dict[str, Expectation]:
-    """Returns the acceptances in the file beside a head; {} without a file."""
-    from jaxspec.heads.files import trained_for
-    from jaxspec.io.methods import acceptance_file
-
-    path = directory / acceptance_file.NAME
-    if not path.is_file():
-        return {}
-    return acceptance_file.read_acceptance(path, trained_for(directory) or target.fingerprint)
 
 
 def _has_rows(params: Params) -> bool:

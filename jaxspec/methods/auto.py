@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
 from jaxspec.methods.base import Candidate, DraftingMethod, Method, option
-from jaxspec.methods.files import found
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.costs.expectations import Expectation
     from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
@@ -32,8 +30,8 @@ class Auto(DraftingMethod):
 
     The choice is made inside the compiled loop, from the drafts accepted so far in each text, and from prices and
     expected acceptances that do not change within a process. `jaxspec profile` measures the costs of steps;
-    otherwise they are estimated from sizes. Acceptances come from `jaxspec tune --method auto` and from earlier texts,
-    which are kept in the user's cache directory. Rejected drafts cost a text at most a small share of its time.
+    otherwise they are estimated from sizes. Acceptances come from the records of heads and from earlier texts, which
+    are kept in the user's cache directory. Rejected drafts cost a text at most a small share of its time.
 
     Attributes:
       among: methods to choose among, beside plain decoding; their options are given beside this one. Default: ngram,
@@ -122,12 +120,11 @@ class Auto(DraftingMethod):
         drafters = tuple(one.drafter for one in candidates)
         widths, longest = widths_of(drafters), max(one.num_draft_tokens for one in drafters)
         costs = resources.costs or guessed(target.config.num_layers, guessed_row(resources.platform))
-        expected, seen, accept = self._measured(target, resources), resources.seen(), []
+        seen, accept = resources.seen(), []
         for one in candidates:
             known: Sequence[float] = _LOOKUP
             if not one.cost.copies:
-                found = expected.get(one.name, one.expected) if one.offered else one.expected
-                known = _UNKNOWN if found is None else found.accept
+                known = _UNKNOWN if one.expected is None else one.expected
             accept.append(informed(known, seen.get(one.name) if one.offered else None))
         trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
         given = costs, _works(candidates), trees, widths, longest, accept
@@ -162,32 +159,6 @@ class Auto(DraftingMethod):
             if before[one.name] > 1:
                 made[at] = dataclasses.replace(one, name=f"{one.name} ({before[one.name]})")
         return tuple(made)
-
-    @staticmethod
-    def expected(target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
-        """Returns the acceptances that `jaxspec tune --method auto` measured, by candidate.
-
-        The model's own file has precedence over those that come with jaxspec, see `Method.shipped`.
-
-        Raises:
-          ValueError: a file is damaged or belongs to another model; one line.
-        """
-        from jaxspec.io.methods import acceptance_file
-
-        expected: dict[str, Expectation] = {}
-        for kind in registry.available()[0].values():
-            expected |= kind.shipped(target, resources)
-        own = found(None, target, resources, acceptance_file.NAME)
-        return expected | (acceptance_file.read_acceptance(own, target.fingerprint) if own else {})
-
-    def _measured(self, target: LoadedModel, resources: Resources) -> dict[str, Expectation]:
-        """Returns the result of `expected`; {} with a warning if a file is damaged."""
-        try:
-            return self.expected(target, resources)
-        except (ValueError, OSError) as error:
-            # A warning and no error, because the user did not name the file: it is found in the model's directory.
-            warnings.warn(f"auto has no measured acceptances: {error}", RuntimeWarning, stacklevel=2)
-            return {}
 
     def _candidate(self, method: Method, target: LoadedModel, resources: Resources) -> Candidate:
         longest = self.length(_USUAL)

@@ -18,7 +18,6 @@ from jaxspec.host.messages import shown
 from jaxspec.methods.resources import HasModel
 
 if TYPE_CHECKING:
-    from jaxspec.costs.expectations import Expectation
     from jaxspec.costs.rounds import DraftCost, StepCosts
     from jaxspec.methods.resources import LoadedModel, Resources
     from jaxspec.protocol import Drafter
@@ -39,8 +38,8 @@ class Candidate:
       name: the name in reports.
       drafter, params: the result of `Method.build`.
       cost: the cost of its drafts.
-      expected: the expected acceptance; None if none was measured.
-      offered: whether it is a default candidate of the model. `jaxspec tune --method auto` measures only these, not
+      expected: the expected acceptance by position; None if none was measured.
+      offered: whether it is a default candidate of the model. The counts of texts are kept only of these, not of
         candidates with another head or with options.
     """
 
@@ -48,7 +47,7 @@ class Candidate:
     drafter: Drafter
     params: Any
     cost: DraftCost
-    expected: Expectation | None = None
+    expected: tuple[float, ...] | None = None
     offered: bool = True
 
 
@@ -175,15 +174,6 @@ class Method:
         """
         return ()
 
-    @classmethod
-    def shipped(cls, target: LoadedModel, resources: Resources) -> Mapping[str, Expectation]:
-        """Returns the acceptances that jaxspec includes for this model, by the name of a candidate of `auto`.
-
-        Args:
-          target, resources: as for `build`.
-        """
-        return {}
-
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
         """Returns the cost of its drafts, which `auto`, `hybrid` and reports use; None if it is not declared.
 
@@ -193,8 +183,8 @@ class Method:
         """
         return None
 
-    def expectation(self, target: LoadedModel, resources: Resources) -> Expectation | None:
-        """Returns the acceptance that is recorded with the files it drafts with, such as a head's; None without record.
+    def expectation(self, target: LoadedModel, resources: Resources) -> tuple[float, ...] | None:
+        """Returns the acceptance by position that is recorded beside its head; None without a record.
 
         Args:
           target, resources: as for `build`.

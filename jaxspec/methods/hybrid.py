@@ -103,7 +103,7 @@ class Hybrid(Method):
             usual = declared.draft_ms(read_costs(target, row), length) / length
         costs = 0.0, usual if self.draft_cost is None else self.draft_cost
         known = parts["second"].expectation(target, resources)
-        accept = _LOOKUP, (_ACCEPT,) if known is None else known.accept
+        accept = _LOOKUP, (_ACCEPT,) if known is None else known
         widths, longest = widths_of((first, second)), max(first.num_draft_tokens, second.num_draft_tokens)
         prices = simple_prices(widths, longest, costs, row, accept)
         # Each row chooses for itself, so that a sampled text does not depend on the other rows.

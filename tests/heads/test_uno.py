@@ -18,7 +18,6 @@ from flax import struct
 
 from jaxspec import methods
 from jaxspec.acceptance import BlockAcceptor
-from jaxspec.costs.expectations import Expectation
 from jaxspec.decoding import Parts
 from jaxspec.decoding.rounds import run_rounds
 from jaxspec.heads import files as heads
@@ -424,10 +423,8 @@ def test_an_adapter_of_another_model_is_measured_by_its_second_token(model, tmp_
     write_head(tmp_path / "head", head, tiny.head_params(head), "0123")
 
     def draft(share: float) -> None:
-        recorded = Expectation((1.0, share), 4.0, (1.0,))
-        acceptance_file.write_acceptance(
-            tmp_path / "head" / acceptance_file.NAME, "0123", {"uno": recorded}, {}
-        )
+        path = tmp_path / "head" / acceptance_file.NAME
+        acceptance_file.write_acceptance(path, "0123", {"uno": (1.0, share)}, {})
         model.drafter("uno", draft=str(tmp_path / "head"), num_draft_tokens=1)
 
     with pytest.raises(ValueError, match=r"accepts \d+% of its first tokens in place of 90%"):

@@ -26,7 +26,6 @@ from jaxspec.io.user_data import home
 from jaxspec.loading.loading import find_model
 from jaxspec.measuring.bench.speed import acceptance, rows
 from jaxspec.measuring.bench.timing import measure_runs
-from jaxspec.measuring.tuning.acceptance_counts import fitted
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.texts.results import played_rounds
@@ -35,6 +34,7 @@ from training.data import bpe_tokenizer, conversations, sources
 from training.data.packing import Windows
 from training.data.sources import Kinds
 from training.heads import card
+from training.heads.accepted import accepted_shares
 from training.heads.head_type import HeadOptions, Kind, begin
 from training.heads.kinds import KINDS, KindName
 from training.heads.losses import Network
@@ -316,9 +316,9 @@ def _export(options: Options, trained: Trained, held_out: Kinds, console: Consol
         written = [text for one in decoded.values() for turns in one.drafted for text in rows(turns[0])]
         found = [played_rounds(text.token_records) for text in written]
         about = {"command": "python -m training.heads", "texts": len(found)}
-        expected = fitted({options.kind: found})
+        path, shares = options.output / acceptance_file.NAME, accepted_shares(found)
         acceptance_file.write_acceptance(
-            options.output / acceptance_file.NAME, trained.target, expected, about
+            path, trained.target, {options.kind: shares} if shares else {}, about
         )
         taken = [texts for one in decoded.values() for texts in one.drafted]
         console.print(

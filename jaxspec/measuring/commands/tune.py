@@ -19,7 +19,7 @@ from jaxspec.measuring.tuning.tuning_options import ASDGrid, PromptOptions, S2DG
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
 
-Tunable = Literal["asd", "s2d", "auto"]
+Tunable = Literal["asd", "s2d"]
 # Number of rows in the printed table; the JSON contains all rows.
 _SHOWN = 10
 
@@ -34,9 +34,6 @@ class Tune:
     s2d: the threshold of each exit of a sorted draft; the exit is taken if its probability is at least this. The
     thresholds are for this model and this draft.
 
-    auto: the acceptance rates by position of each method that auto chooses among; auto begins each text with them.
-    No times are measured.
-
     Attributes:
       method: the method to tune.
       draft: [s2d] the sorted draft: a directory or a hub id. Default: the model itself.
@@ -47,7 +44,7 @@ class Tune:
       json: print one JSON object and nothing else.
     """
 
-    method: Tunable = dataclasses.field(metadata={"metavar": "{asd,s2d,auto}"})
+    method: Tunable = dataclasses.field(metadata={"metavar": "{asd,s2d}"})
     draft: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR|ID"})
     output: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
     into_draft: bool = False
@@ -76,8 +73,6 @@ class Tune:
         ]
         if unread:
             raise ValueError(f"tune --method {self.method} has no option {unread[0]}; leave it out")
-        if self.method == "auto":
-            return self._auto()
         tune = self._asd if self.method == "asd" else self._s2d
         with Progress() as progress:
             progress("loading the model")
@@ -99,33 +94,6 @@ class Tune:
         if report["interrupted"]:
             tell(f"interrupted; the best so far is in {output}")
             return INTERRUPTED
-        return 0
-
-    def _auto(self) -> int:
-        """Measures acceptance by position for each candidate of auto; returns the exit status."""
-        from jaxspec.io.methods import acceptance_file
-        from jaxspec.measuring.tuning.acceptance_counts import measure_acceptance
-        from jaxspec.measuring.tuning.texts import read_prompts
-        from jaxspec.methods import Auto
-
-        with Progress() as progress:
-            progress("loading the model")
-            lm = self.model.load()
-            output = output_file(self.output, lm, acceptance_file.NAME)
-            prompts = read_prompts(lm, self.sweep.max_new_tokens, self.prompts)
-            expected, results = measure_acceptance(
-                lm, lm.candidates(Auto()), prompts, self.sweep.max_new_tokens, on_progress=progress
-            )
-        about = {
-            "prompts": len(prompts),
-            "chat": self.prompts.chat,
-            "max_new_tokens": self.sweep.max_new_tokens,
-            "dtype": lm.precision,
-        }
-        found_by = {"command": "jaxspec tune --method auto", **about}
-        acceptance_file.write_acceptance(output, lm.fingerprint, expected, found_by)
-        report = {"model": lm.name, "method": self.method, **about, "results": results, "output": str(output)}
-        show(report, self.json, _acceptance)
         return 0
 
     def _asd(self, lm: LanguageModel, progress: Progress) -> tuple[Path, dict[str, Any]]:
@@ -218,18 +186,6 @@ _COLUMNS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     },
     "s2d": {"thresholds": _numbers},
 }
-
-
-def _acceptance(report: dict[str, Any]) -> Iterator[str | Table]:
-    yield f"{report['model']}, {report['dtype']}"
-    rows = []
-    for row in report["results"]:
-        shares = (row["draft_acceptance_rate"], row["tokens_per_round"])
-        counts = (str(row["rounds"]), str(row["num_draft_tokens"]))
-        rows.append([row["candidate"], *counts, *(figure(one, 2) for one in shares)])
-    headings = ("candidate", "rounds", "drafted", "acceptance rate", "tokens per round")
-    yield Table(headings, rows, name=30)
-    yield f"written to {report['output']}, for --method auto"
 
 
 def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
