@@ -25,12 +25,12 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.measuring.bench import prompts
 from jaxspec.measuring.bench.speed import speed_ratio, tokens_per_second
 from jaxspec.measuring.bench.timing import Run, measure_runs
-from jaxspec.measuring.tuning import fitness_report as fitness
-from jaxspec.measuring.tuning.fitness import Texts
 from jaxspec.model import llama
 from training import command
 from training.data import bpe_tokenizer, conversations, formats, packing, sources
 from training.data.sources import DataOptions
+from training.reports import fitness_report as fitness
+from training.reports.fitness import Texts
 from training.start import document_marks
 
 

@@ -18,15 +18,15 @@ from jaxspec.engine.language_model import load
 from jaxspec.host import files, processes
 from jaxspec.host.progress import duration
 from jaxspec.io.hf import huggingface
+from jaxspec.io.methods.method_files import FITNESS_NAME
 from jaxspec.io.tokenizers.tokenizer import copy_files
-from jaxspec.measuring.tuning import fitness
-from jaxspec.measuring.tuning import fitness_report as fitness_bench
 from training import command, outputs
 from training.data import bpe_tokenizer, packing
 from training.loop import state_sharding
 from training.loop.checkpoints import Checkpoints
 from training.option_files import parse_plain
-from training.reports import card, metrics
+from training.reports import card, fitness, metrics
+from training.reports import fitness_report as fitness_bench
 from training.reports.use import of_job
 from training.run import CHECKPOINTS, read_run
 from training.run_options import SCRATCH, Written
@@ -106,7 +106,7 @@ def export(
         for prompt in card.prompts_for(held_out, words)
     }
     fit = fitness_bench.measure(lm, held_out)
-    files.write_json(output / fitness_bench.FITNESS_NAME, fit)
+    files.write_json(output / FITNESS_NAME, fit)
     weights = f"{dtype}, trained in {options['weights']}"
     if of:
         weights += f"; the held-out losses are those of the weights{of}"

@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.papers.tables import Cell, Claim, more_than
 from benchmarks.papers.workbench import Measured, Workbench
+from jaxspec.io.methods.method_files import FITNESS_NAME
 from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.speed import spread, weights
-from jaxspec.measuring.tuning.fitness_report import FITNESS_NAME
 
 COLUMN = "right, %"
 DRAWS = 2000

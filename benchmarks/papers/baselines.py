@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from benchmarks.papers.oracle import oracle
 from benchmarks.papers.workbench import Workbench, distribution
 from jaxspec.drafting.draft_model_drafter import DraftModel as SeparateDraft
@@ -13,8 +15,8 @@ from jaxspec.drafting.layerskip_drafter import LayerSkip as EarlyExit
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io import checkpoint
 from jaxspec.io.embedded import embedded_model, embedded_names
+from jaxspec.io.methods.method_files import FITNESS_NAME
 from jaxspec.measuring.bench.suite import Peer
-from jaxspec.measuring.tuning import fitness, fitness_report
 from jaxspec.methods import DraftModel, LayerSkip, Method
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -59,9 +61,13 @@ def cut(bench: Workbench, temperature: float = 0.0) -> Cut:
             None,
             {},
             (),
-            f"There is no {fitness_report.FITNESS_NAME} beside the model, so its useful depth is unknown.",
+            f"There is no {FITNESS_NAME} beside the model, so its useful depth is unknown.",
         )
-    loss = fitness.pooled(list(report["kinds"].values()), "loss")
+    kinds = list(report["kinds"].values())
+    # The mean by exit over the kinds of work, weighted by their tokens.
+    loss = np.average(
+        [kind["loss"] for kind in kinds], axis=0, weights=[kind["tokens"] for kind in kinds]
+    ).tolist()
     near = (layers for layers, nats in enumerate(loss, 1) if nats - loss[-1] <= TOLERANCE)
     depth = next(near, len(loss))
     if depth == len(loss):

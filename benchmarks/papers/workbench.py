@@ -17,7 +17,7 @@ from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import FORMAT, Cell, Claim, Counts, Report, Row, Table
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress
-from jaxspec.io.methods.method_files import check_model, read_format
+from jaxspec.io.methods.method_files import FITNESS_FORMAT, FITNESS_NAME, check_model, read_format
 from jaxspec.measuring.bench import prompts, speed
 from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.measuring.bench.comparison import BASELINE
@@ -26,8 +26,6 @@ from jaxspec.measuring.bench.speed import Taken
 from jaxspec.measuring.bench.suite import Peer, Suite, check_tokenizer
 from jaxspec.measuring.bench.suite_options import SuiteOptions
 from jaxspec.measuring.line_log import LineLog
-from jaxspec.measuring.tuning.fitness_report import FITNESS_NAME
-from jaxspec.measuring.tuning.fitness_report import FORMAT as FITNESS
 from jaxspec.methods import Method
 
 SPLITS: tuple[prompts.Split, ...] = ("tuning", "reporting")
@@ -47,7 +45,7 @@ def fitness_beside(lm: LanguageModel) -> dict[str, Any] | None:
     path = None if lm.directory is None else lm.directory / FITNESS_NAME
     if path is None or not path.is_file():
         return None
-    report = read_format(path, FITNESS, "a report of the fitness test")
+    report = read_format(path, FITNESS_FORMAT, "a report of the fitness test")
     check_model(path, report.get("model"), lm.fingerprint, "python -m training.export")
     return report
 

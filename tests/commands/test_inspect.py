@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.engine.language_model import load
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.commands.inspect import _marks
 from jaxspec.measuring.tuning import inspection as home
 from jaxspec.measuring.tuning.agreement import exit_choices, prepare
-from jaxspec.measuring.tuning.fitness_report import read_texts
 from jaxspec.measuring.tuning.inspection import inspect_model, sublayer_ms, weights_read
 from jaxspec.model import llama
 from jaxspec.model.config import RopeScaling
@@ -320,31 +318,6 @@ def test_tables(run, report, model, monkeypatch):
     assert [row[2] for row in shown] == [_marks(mask, 3) for mask in masks]
     assert [row[-2] for row in shown] == [f"{100 * mask['weights_read']:.0f}" for mask in masks]
     assert max(map(len, out.splitlines())) <= 80
-
-
-@pytest.mark.full
-def test_the_fitness_test_is_part_of_it(run, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.5, "mlp": 2.0})
-    text = tmp_path / "tales.txt"
-    text.write_text("Once upon a time a bear. " * 30)
-    arguments = ("inspect", "Once", "--model", model, "--max-new-tokens", 3)
-    status, out, _ = run(*arguments, "--fitness", text, "--json")
-    assert status == 0
-    found = json.loads(out)["fitness"]
-    assert (found["format"], list(found["kinds"])) == ("jaxspec.fitness/1", ["tales"])
-    lm = load(model)
-    windows = read_texts(lm, [str(text)])["tales"]
-    judged = len(lm.encode(text.read_text())) - len(windows.tokens)  # the first token of a window is given
-    assert found["kinds"]["tales"]["tokens"] == windows.judged.sum() == judged
-    assert found["kinds"]["tales"]["agreement"][-1] == 1.0
-    status, out, _ = run(*arguments, "--fitness", text)
-    assert status == 0
-    assert f"The gate: {'passed' if found['passed'] else 'failed'}" in out
-    assert max(map(len, out.splitlines())) <= 80
-    text.write_text("")
-    status, _, err = run(*arguments, "--fitness", text)
-    assert status == 2
-    assert re.search(r"tales.txt has \d tokens; the fitness test needs at least 2", err)
 
 
 @pytest.mark.parametrize(

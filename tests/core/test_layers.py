@@ -144,7 +144,7 @@ HOST = (
     *("jaxspec.heads.*.files", "jaxspec.heads.*.method", "jaxspec.heads.method", "jaxspec.heads.tree_method"),
     *("jaxspec.cli", "jaxspec.__main__", "jaxspec.serving"),
     *(f"jaxspec.measuring.{one}" for one in ("bench", "charts", "commands", "line_log", "output")),
-    *(f"jaxspec.measuring.tuning.{one}" for one in ("mask_search", "fitness_report")),
+    "jaxspec.measuring.tuning.mask_search",
     *(f"jaxspec.measuring.aot.{one}" for one in ("stand_ins", "programs", "report")),
 )
 HOST_MODULES = {

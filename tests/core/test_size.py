@@ -30,7 +30,7 @@ LINES = {
     "host": 657,
     "io": 3996,
     "loading": 492,
-    "measuring": 5260,
+    "measuring": 4961,
     "methods": 1448,
     "model": 2168,
     "programs": 1045,

@@ -18,7 +18,7 @@ from jaxspec.host import files
 from jaxspec.io.tokenizers import chat_forms
 from jaxspec.measuring.bench import prompt_files
 from jaxspec.measuring.commands.inspect import Inspect
-from jaxspec.measuring.tuning import fitness_report, token_counts
+from jaxspec.measuring.tuning import token_counts
 from jaxspec.methods.files import Resources, read_reference
 from jaxspec.serving import batch_files
 from tests import tiny
@@ -57,11 +57,6 @@ READERS = {
     "tokens of a text": (".txt", PROSE, lambda path: [*token_counts.encoded(MODEL, [path])]),
     "tokens of records": (".jsonl", LINES, lambda path: [*token_counts.encoded(MODEL, [path])]),
     "reference": (".txt", PROSE, reference),
-    "fitness": (
-        ".txt",
-        PROSE,
-        lambda path: [[*one.tokens.ravel()] for one in fitness_report.read_texts(MODEL, [path]).values()],
-    ),
     "chat template": (".jinja", PROSE, chat_forms.template_of),
     "batch": (".jsonl", LINES, batch),
     "data": (".txt", PROSE, data),

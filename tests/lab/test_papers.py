@@ -13,9 +13,10 @@ from benchmarks.papers.options import PaperOptions
 from benchmarks.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
 from benchmarks.papers.workbench import Column, Workbench, speeds
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.methods.method_files import FITNESS_FORMAT
 from jaxspec.measuring.bench import prompts
 from jaxspec.measuring.line_log import LineLog
-from jaxspec.measuring.tuning import fitness_report, inspection, mask_search
+from jaxspec.measuring.tuning import inspection, mask_search
 from jaxspec.measuring.tuning.round_costs import Costs
 from jaxspec.measuring.tuning.tuning_options import ASDGrid
 from jaxspec.methods import DraftModel, LayerSkip, NGram
@@ -160,7 +161,7 @@ def test_models_that_cannot_be_measured_are_refused():
 def fitness(lm, loss: list[float], failed: bool = False) -> dict:
     check = {"name": "AUROC", "value": 0.5, "wanted": "at least 0.85", "passed": not failed}
     kind = {"tokens": 10, "loss": loss}
-    return {"format": fitness_report.FORMAT, "model": lm.fingerprint, "kinds": {"a": kind}, "checks": [check]}
+    return {"format": FITNESS_FORMAT, "model": lm.fingerprint, "kinds": {"a": kind}, "checks": [check]}
 
 
 def test_a_model_that_does_not_need_its_depth_is_cut(tmp_path):

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.measuring.tuning import fitness
-from jaxspec.measuring.tuning import fitness_report as bench
-from jaxspec.measuring.tuning.fitness import Check, Exits, Gate, Texts
 from jaxspec.testing import reference
 from tests import tiny
-from training.reports import card
+from training.reports import card, fitness
+from training.reports import fitness_report as bench
+from training.reports.fitness import Check, Exits, Gate, Texts
 
 CONFIG = tiny.engine_config(tiny.DEEP)
 

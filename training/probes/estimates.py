@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxspec.measuring.tuning.fitness import auroc, calibration_error
+from training.reports.fitness import auroc, calibration_error
 
 
 def quality(estimate: np.ndarray, label: np.ndarray) -> dict[str, float | None]:

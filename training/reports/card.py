@@ -12,14 +12,14 @@ from tokenizers import Tokenizer
 
 from jaxspec.io.embedded import embedded_names
 from jaxspec.measuring.bench import prompts
-from jaxspec.measuring.tuning.fitness import Texts
-from jaxspec.measuring.tuning.fitness_report import by_exit
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.sampling import seed_key
 from training.losses.base import layer_outputs
 from training.reports.evaluation import NUM_DRAFT_TOKENS
+from training.reports.fitness import Texts
+from training.reports.fitness_report import by_exit
 
 TEMPERATURE = 0.7
 PROMPT = "Once upon a time"

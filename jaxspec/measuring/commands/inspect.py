@@ -12,7 +12,7 @@ from jaxspec.console.parsing import Positional
 from jaxspec.console.tables import Table
 from jaxspec.host.progress import Progress
 from jaxspec.io.methods.asd_numbers import ASDNumbers
-from jaxspec.measuring.output import figure, show
+from jaxspec.measuring.output import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,23 +25,17 @@ class Inspect:
 
     Exits: how often the first layers alone have the next token of the whole model.
 
-    Fitness (--fitness): loss, agreement and confidence by exit on text that the model was not trained on, and whether
-    the model needs its depth. If it does not, drafts with skipped layers look better than they are. Only the fitness is
-    measured, unless a prompt or a number of the masks is given too.
-
     Attributes:
       prompts: texts to measure on. Default: a few of different kinds.
       prompt_file: a file with one more text; one newline at its end is ignored.
       max_new_tokens: the number of tokens to generate after each prompt, to measure the exits.
         Default 64, or fewer if the context is shorter.
-      fitness: a text file that the model was not trained on; adds the fitness test, one kind of work per file.
       json: print one JSON object and nothing else.
     """
 
     prompts: Annotated[tuple[str, ...], Positional] = ()
     prompt_file: tuple[str, ...] = ()
     max_new_tokens: int | None = None
-    fitness: tuple[str, ...] = dataclasses.field(default=(), metadata={"metavar": "FILE"})
     json: bool = False
     model: ModelOptions = ModelOptions()  # noqa: RUF009
     asd: ASDNumbers = ASDNumbers()  # noqa: RUF009
@@ -51,30 +45,17 @@ class Inspect:
         prompts = self.read_prompts()
         with Progress() as progress:
             progress("loading the model")
-            from jaxspec.measuring.tuning.fitness_report import measure, read_texts
             from jaxspec.measuring.tuning.inspection import inspect_model
 
-            lm = self.model.load()
-            texts = read_texts(lm, self.fitness)
-            report: dict[str, Any] = {"model": lm.name, "device": lm.device_kind, "dtype": lm.precision}
-            if self._analyses(prompts):
-                report = inspect_model(
-                    lm,
-                    prompts or None,
-                    asd=self.asd,
-                    max_new_tokens=self.max_new_tokens,
-                    on_progress=progress,
-                )
-            if texts:
-                progress("testing the fitness")
-                report["fitness"] = measure(lm, texts)
+            report = inspect_model(
+                self.model.load(),
+                prompts or None,
+                asd=self.asd,
+                max_new_tokens=self.max_new_tokens,
+                on_progress=progress,
+            )
         show(report, self.json, _parts)
         return 0
-
-    def _analyses(self, prompts: list[str]) -> bool:
-        """Whether similarities, masks and exits are measured: by default, or if an option of theirs is given."""
-        asked = prompts or self.max_new_tokens is not None or self.asd != ASDNumbers()
-        return bool(asked) or not self.fitness
 
     def read_prompts(self) -> list[str]:
         """Returns the given prompts, texts before files; an empty list if none is given.
@@ -98,33 +79,14 @@ class Inspect:
 
 def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
     yield f"{report['model']}, {report['dtype']}, {report['device']}\n"
-    if "prompts" in report:
-        number = len(report["prompts"])
-        yield f"Average cosine similarity (ACS) over {number} prompt{'s' if number > 1 else ''}"
-        yield _summary_table(report)
-        yield "ACS by layer, and how often the exit after it has the whole model's next token"
-        yield _layer_table(report)
-        yield f"Masks by ADMG, α {report['alpha']:g}, m {report['every']}, n {report['keep_last']}"
-        yield "one mark per layer: █ runs, ▄ MLP alone, · skipped"
-        yield _mask_table(report)
-    if "fitness" in report:
-        yield from _fitness(report["fitness"])
-
-
-def _fitness(report: dict[str, Any]) -> Iterator[str | Table]:
-    from jaxspec.measuring.tuning.fitness_report import by_exit
-
-    layers, cells = by_exit(report)
-    yield f"Fitness by exit after {', '.join(map(str, layers))} layers"
-    headings = ("text", "loss", "agreement", "confidence", "answers right")
-    yield Table(headings, [[kind, *row.values()] for kind, row in cells.items()], left=5)
-    yield f"The gate: {'passed' if report['passed'] else 'failed'}"
-    verdicts = {True: "passed", False: "failed"}
-    rows = [
-        [one["name"], figure(one["value"], 3), one["wanted"], verdicts[one["passed"]]]
-        for one in report["checks"]
-    ]
-    yield Table(("condition", "found", "wanted", ""), rows, name=40, left=4)
+    number = len(report["prompts"])
+    yield f"Average cosine similarity (ACS) over {number} prompt{'s' if number > 1 else ''}"
+    yield _summary_table(report)
+    yield "ACS by layer, and how often the exit after it has the whole model's next token"
+    yield _layer_table(report)
+    yield f"Masks by ADMG, α {report['alpha']:g}, m {report['every']}, n {report['keep_last']}"
+    yield "one mark per layer: █ runs, ▄ MLP alone, · skipped"
+    yield _mask_table(report)
 
 
 def _summary_table(report: dict[str, Any]) -> Table:

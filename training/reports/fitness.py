@@ -298,7 +298,7 @@ class Check:
 
 
 def checks(report: Mapping[str, Any], gate: Gate | None = None) -> list[Check]:
-    """Checks a report of `jaxspec.measuring.tuning.fitness_report.measure` against the gate.
+    """Checks a report of `training.reports.fitness_report.measure` against the gate.
 
     Args:
       report: with `kinds` (see `summary`), `write_rms` and `repeated`.

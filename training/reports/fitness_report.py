@@ -5,30 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.host.files import read_text
-from jaxspec.measuring.tuning import fitness
-from jaxspec.measuring.tuning.fitness import Exits, Gate, Texts
+from jaxspec.io.methods.method_files import FITNESS_FORMAT
+from training.reports import fitness
+from training.reports.fitness import Exits, Gate, Texts
 
-FORMAT = "jaxspec.fitness/1"
-# Name of the report file in a model directory.
-FITNESS_NAME = "fitness.json"
 # Rows per forward pass, and tokens per greedy text.
 ROWS, NEW_TOKENS = 4, 128
-# Tokens per window of a text file, and the maximum number of windows per file.
-WINDOW, MAX_WINDOWS = 256, 32
 
 
 def measure(
     lm: LanguageModel, kinds: Mapping[str, Texts], greedy_texts: int = 4, gate: Gate | None = None
 ) -> dict[str, Any]:
-    """Runs the fitness test (see `jaxspec.measuring.tuning.fitness`).
+    """Runs the fitness test (see `training.reports.fitness`).
 
     Args:
       lm: the model, on one device.
@@ -47,7 +41,7 @@ def measure(
     if not kinds:
         raise ValueError("no text is given; the fitness test needs some that the model was not trained on")
     report: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FITNESS_FORMAT,
         "model": lm.fingerprint,
         "num_layers": lm.config.num_layers,
         "dtype": lm.precision,
@@ -86,25 +80,6 @@ def read_exits(lm: LanguageModel, texts: Texts) -> Exits:
         got = run(lm.params, *(np.pad(array, ((0, missing), (0, 0))) for array in arrays))
         parts.append(Exits(*(np.asarray(one)[:, : ROWS - missing] for one in got)))
     return Exits(*(np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)))
-
-
-def read_texts(lm: LanguageModel, paths: Sequence[str]) -> dict[str, Texts]:
-    """Reads the first windows of text files; each file is one kind of work, named by its stem.
-
-    Raises:
-      FileNotFoundError, ValueError: a file is missing, not text, or has fewer than 2 tokens.
-    """
-    found: dict[str, Texts] = {}
-    width = min(WINDOW, lm.config.context_length)
-    for path in paths:
-        ids = lm.encode(read_text(path, "`fitness` must be a text file that the model was not trained on"))
-        starts = range(0, min(len(ids), MAX_WINDOWS * width), width)
-        windows = [(ids[at : at + width], 0) for at in starts if len(ids) > at + 1]
-        if not windows:
-            raise ValueError(f"{path} has {len(ids)} tokens; the fitness test needs at least 2")
-        stem = Path(path).stem
-        found[path if stem in found else stem] = Texts.rows(windows)
-    return found
 
 
 def by_exit(report: Mapping[str, Any]) -> tuple[list[int], dict[str, dict[str, str]]]:
