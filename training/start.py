@@ -133,7 +133,7 @@ def written_dtype(options: JobOptions) -> Written:
     """Returns the dtype of the written weights: the given one, that of the given model, or bfloat16."""
     if options.dtype != "auto" or options.start == SCRATCH:
         return "bfloat16" if options.dtype == "auto" else options.dtype
-    stored = state_sharding.stored_dtype(find_model(options.start))
+    stored = checkpoint.stored_dtype(find_model(options.start)).name
     return next((name for name in get_args(Written) if name == stored), "bfloat16")
 
 

@@ -1,7 +1,6 @@
 """Reads and writes the files of models and of drafting methods.
 
 - `checkpoint`: a model in any of the formats.
-- `orbax`: checkpoints in the format of Orbax.
 - `tensors`: safetensors files.
 - `archives`, `pickle_values`: checks and readers for the files that PyTorch saves.
 - `directories`, `model_files`: recognise the files in a directory.

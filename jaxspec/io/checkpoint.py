@@ -56,7 +56,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 
 def _only_gguf(directory: Path) -> Path | None:
     """Returns the GGUF file of a directory without other weights; None if there is none."""
-    if huggingface.is_orbax(directory) or any(directory.glob("*.safetensors")):
+    if any(directory.glob("*.safetensors")):
         return None
     files = sorted(directory.glob("*" + SUFFIX))
     if len(files) > 1:

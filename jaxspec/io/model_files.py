@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 from jaxspec.io.hf.config_json import GENERATION
-from jaxspec.io.hf.huggingface import ORBAX_PARAMS
 from jaxspec.io.tokenizers import tokenizer
 
 _NAMES = ("config.json", GENERATION, *tokenizer.FILES)
@@ -31,5 +30,5 @@ def held(directory: str | os.PathLike[str], *, weights_only: bool = False) -> st
         return None
     names = sorted(os.listdir(directory))
     found = [] if weights_only else [name for name in _NAMES if name in names]
-    found += [name for name in names if name == ORBAX_PARAMS or _WEIGHTS.fullmatch(name)]
+    found += [name for name in names if _WEIGHTS.fullmatch(name)]
     return found[0] if found else None

@@ -30,7 +30,7 @@ from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import in_options
 from jaxspec.console.parsing import option_names, parse_as
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io import embedded, orbax
+from jaxspec.io import embedded
 from jaxspec.io.embedded import EMBEDDED
 from jaxspec.io.hf import huggingface
 from jaxspec.io.tokenizers import tokenizer as tokenizers
@@ -401,14 +401,13 @@ def test_convert(run, model, tmp_path):
     status, out, err = run("convert", model, tmp_path / "half", "--dtype", "bfloat16")
     assert (status, out) == (0, "")
     count = num_params(CONFIG)
-    about = f"Hugging Face, 2 layers, {count:,} parameters, bfloat16, {2e-6 * count:.1f} MB"
+    about = f"2 layers, {count:,} parameters, bfloat16, {2e-6 * count:.1f} MB"
     assert err == f"jaxspec: wrote {tmp_path / 'half'} ({about})\n"
     assert huggingface.stored_dtype(tmp_path / "half") == np.dtype("bfloat16")
     assert huggingface.read_config(tmp_path / "half") == CONFIG
     assert load_tokenizer(tmp_path / "half").encode(PROMPT) == load_tokenizer(model).encode(PROMPT)
-    config, params = huggingface.read_config(model), huggingface.load_params(model, CONFIG, np.float32)
-    orbax.save(tmp_path / "orbax", config, params)
-    assert run("convert", tmp_path / "orbax", tmp_path / "back")[0] == 0
+    params = huggingface.load_params(model, CONFIG, np.float32)
+    assert run("convert", model, tmp_path / "back")[0] == 0
     back = huggingface.load_params(tmp_path / "back", CONFIG, np.float32)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, back))
     status, _, err = run("convert", model, tmp_path / "back")
@@ -416,50 +415,37 @@ def test_convert(run, model, tmp_path):
     assert "already contains a model" in err
 
 
-@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
-def test_an_interrupted_conversion_does_not_look_whole(run, model, tmp_path, monkeypatch, layout):
+def test_an_interrupted_conversion_does_not_look_whole(run, model, tmp_path, monkeypatch):
     def interrupt(source, destination):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tokenizers, "copy_files", interrupt)
-    assert run("convert", model, tmp_path / "new", "--to", layout)[0] == 130
+    assert run("convert", model, tmp_path / "new")[0] == 130
     assert not (tmp_path / "new" / "config.json").exists()
 
 
-def test_convert_to_orbax_and_back(run, tmp_path):
-    """Weights, tokenizer, sampling defaults and what it was trained for survive the way there and back."""
-    source, there, back = (tmp_path / name for name in ("source", "there", "back"))
+def test_convert_keeps_everything(run, tmp_path):
+    """Weights, tokenizer, sampling defaults and what it was trained for."""
+    source, there = (tmp_path / name for name in ("source", "there"))
     params = jax.tree.map(np.float32, reference.random_params(CONFIG, 3))
     generation = {"do_sample": True, "temperature": 0.6}
     trained_for = TrainedFor((1, 2), (0, 3), (0.5,), "0123")
     huggingface.save(source, CONFIG, params, generation=generation, trained_for=trained_for)
     write_tokenizer(source)
-    status, _, err = run("convert", source, there, "--to", "orbax")
-    assert status == 0
-    assert f"wrote {there} (Orbax, 2 layers" in err
-    assert huggingface.is_orbax(there)
-    assert run("convert", there, back)[0] == 0
-    assert not huggingface.is_orbax(back)
-    for directory in (there, back):
-        assert huggingface.read_config(directory) == CONFIG
-        assert huggingface.generation_defaults(directory) == generation
-        assert huggingface.read_trained_for(directory, CONFIG) == trained_for
-        assert load_tokenizer(directory).encode(PROMPT) == load_tokenizer(source).encode(PROMPT)
-    loaded = huggingface.load_params(back, CONFIG, np.float32)
+    assert run("convert", source, there)[0] == 0
+    assert huggingface.read_config(there) == CONFIG
+    assert huggingface.generation_defaults(there) == generation
+    assert huggingface.read_trained_for(there, CONFIG) == trained_for
+    assert load_tokenizer(there).encode(PROMPT) == load_tokenizer(source).encode(PROMPT)
+    loaded = huggingface.load_params(there, CONFIG, np.float32)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, loaded))
-    assert "is an Orbax checkpoint; convert it with" in one_error(run, "generate", PROMPT, "--model", there)
-    assert "already contains a model" in one_error(run, "convert", source, there, "--to", "orbax")
 
 
-@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
-@pytest.mark.parametrize(
-    "name", ["params/mine.txt", "model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json"]
-)
-def test_convert_overwrites_nothing(run, model, tmp_path, layout, name):
-    """Orbax would remove a whole directory `params`, whatever is in it."""
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "tokenizer.json"])
+def test_convert_overwrites_nothing(run, model, tmp_path, name):
     (tmp_path / "mine" / name).parent.mkdir(parents=True)
     (tmp_path / "mine" / name).write_text("mine")
-    message = one_error(run, "convert", model, tmp_path / "mine", "--to", layout)
+    message = one_error(run, "convert", model, tmp_path / "mine")
     assert f"or a part of one ({name.split('/')[0]})" in message
     assert [path.read_text() for path in (tmp_path / "mine").rglob("*") if path.is_file()] == ["mine"]
     assert "is a file; give a directory" in one_error(run, "convert", model, tmp_path / "mine" / name)

@@ -204,10 +204,9 @@ def test_a_full_disk_for_standard_output_is_one_line():
     assert re.fullmatch(said, done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("layout", ["huggingface", "orbax"])
-def test_a_full_disk_ends_a_conversion_in_one_line(model, tmp_path, capsys, monkeypatch, layout):
+def test_a_full_disk_ends_a_conversion_in_one_line(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(files.os, "fsync", no_room)
-    status, out, err = called(capsys, "convert", model, tmp_path / "new", "--to", layout)
+    status, out, err = called(capsys, "convert", model, tmp_path / "new")
     assert (status, out) == (1, "")
     assert FULL in err
     assert str(tmp_path / "new") in err

@@ -89,7 +89,6 @@ def test_every_job_refuses_an_output_that_holds_a_model(folder, capsys, monkeypa
         ("gone", r"holds a model \(model.safetensors\)"),
         ("quantised", r"holds a model \(Model.GGUF\)"),
         ("words", r"holds a model \(tokenizer.json\)"),
-        ("orbax", r"holds a model \(params\)"),
         ("orbax/params", r"holds a model \(manifest.ocdbt\)"),
         ("nothing", "is a broken link"),
         ("text.txt", "is a file"),

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.io import orbax
 from jaxspec.io.hf import huggingface
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -181,7 +180,6 @@ def _run(folder: Path) -> None:
     model, params = folder / "model", llama.init_params(CONFIG, jax.random.key(0))
     huggingface.save(model, CONFIG, params, jnp.bfloat16)
     bpe_tokenizer.save(bpe_tokenizer.train(TEXT, CONFIG.vocab_size), model, 64)
-    orbax.save(folder / "orbax", CONFIG, params)
     gguf_files.write(
         folder / "model.gguf", CONFIG, params, kind=lambda name: "F32" if "norm" in name else "Q8_0"
     )
@@ -191,7 +189,7 @@ def _run(folder: Path) -> None:
     watch()
 
     mesh = state_sharding.make_mesh()
-    for name in ("model", "model.gguf", "orbax"):
+    for name in ("model", "model.gguf"):
         for host in (False, True):
             with METER.during(name, host):
                 state_sharding.load_params(mesh, folder / name, CONFIG)

@@ -24,7 +24,6 @@ from orbax.checkpoint import checkpoint_managers
 from jaxspec.console.errors import Failed, one_line
 from jaxspec.host import files, processes
 from jaxspec.host.files import read_json, write_json
-from jaxspec.io import orbax
 from jaxspec.model.llama import Params
 from jaxspec.model.sharding import fetched
 from training.loop import state_sharding
@@ -206,7 +205,7 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self.directory} holds another model or optimiser; "
                 "give the options it was started with, or another run directory"
             )
-        found: TrainState = orbax.read_tree(self.directory / str(step) / "state", state)
+        found: TrainState = _read_tree(self.directory / str(step) / "state", state)
         args = ocp.args.Composite(data=ocp.args.JsonRestore())
         return found, self._manager.restore(step, args=args)["data"]
 
@@ -253,7 +252,7 @@ class Checkpoints:
         """Reads the parameters of a checkpoint straight into their shards on all devices."""
         stored = self._manager.item_metadata(step)["state"]["params"]
         wanted = {"params": state_sharding.placed_shapes(state_sharding.make_mesh(), stored)}
-        params: Params = orbax.read_tree(self.directory / str(step) / "state", wanted)["params"]
+        params: Params = _read_tree(self.directory / str(step) / "state", wanted)["params"]
         return params
 
     def standing(self) -> str:
@@ -338,3 +337,20 @@ def _set_aside(checkpoint: Path) -> None:
 
 def _listed(problems: dict[int, str]) -> str:
     return "; ".join(f"step {step} ({problem})" for step, problem in sorted(problems.items()))
+
+
+def _read_tree(directory: Path, wanted: Any) -> Any:
+    """Reads a part of a tree that Orbax wrote, straight into its shards.
+
+    The host holds at most about 1 GB at a time, or the largest array.
+
+    Args:
+      directory: Orbax's directory, absolute.
+      wanted: a tree of `jax.ShapeDtypeStruct` with shardings. Keys of the stored tree that it lacks are not read.
+    """
+    args = ocp.args.PyTreeRestore(
+        wanted, ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    limit = 1 + max((leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(wanted)), default=0) // 10**9
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
+        return reader.restore(directory, args=args)

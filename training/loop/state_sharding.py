@@ -19,9 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxspec.host.files import read_json
-from jaxspec.io import checkpoint, orbax
-from jaxspec.io.hf.huggingface import is_orbax
+from jaxspec.io import checkpoint
 from jaxspec.io.methods import method_files
 from jaxspec.loading.loading import devices_of, resolve_mesh
 from jaxspec.model.config import LlamaConfig
@@ -93,7 +91,7 @@ def load_params(mesh: Mesh, source: Path, config: LlamaConfig, dtype: DTypeLike 
 
     Args:
       mesh: the mesh of the state.
-      source: a Hugging Face directory, a GGUF file, or a directory of `io.orbax`.
+      source: a Hugging Face directory or a GGUF file.
       config: from `io.checkpoint.read_config`; one with fewer layers reads only the first layers.
       dtype: dtype of the parameters.
 
@@ -101,25 +99,9 @@ def load_params(mesh: Mesh, source: Path, config: LlamaConfig, dtype: DTypeLike 
       ValueError: see `io.checkpoint.load_params`.
     """
     places = model_shardings(mesh, config)
-    if is_orbax(source) and not any(source.glob("*.safetensors")):
-        return orbax.restore(source, dtype, lambda _: places, config.num_layers)[1]
     flat = jax.tree.leaves_with_path(places)
     shardings = {jax.tree_util.keystr(path, simple=True, separator="/"): place for path, place in flat}
     return checkpoint.load_params(source, config, dtype, shardings)
-
-
-def stored_dtype(source: Path) -> str:
-    """Returns the name of the dtype in which a model is stored, see `io.checkpoint.stored_dtype`.
-
-    Args:
-      source: as in `load_params`.
-
-    Raises:
-      ValueError: see `io.checkpoint.stored_dtype`.
-    """
-    if is_orbax(source) and not any(source.glob("*.safetensors")):
-        return str(read_json(source / "config.json")["dtype"])
-    return checkpoint.stored_dtype(source).name
 
 
 def load_target(

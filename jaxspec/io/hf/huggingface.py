@@ -52,7 +52,6 @@ __all__ = [
     "assemble",
     "fetch_file",
     "generation_defaults",
-    "is_orbax",
     "load_params",
     "read_config",
     "read_trained_for",
@@ -64,8 +63,6 @@ __all__ = [
 
 # The name of a repository on the hub.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# The directory of Orbax's part of a checkpoint. It is defined here, because the module `orbax` is slow to import.
-ORBAX_PARAMS = "params"
 # Puts a leaf, given as its name and a host array, on its devices.
 Place = Callable[[str, np.ndarray], jax.Array]
 # The threads that read leaves ahead; NumPy and the system work without Python's lock.
@@ -206,10 +203,6 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
             raise ValueError(
                 f"{directory} has neither {_SINGLE} nor {_INDEX}; its *.safetensors have other names"
             )
-        if is_orbax(directory):
-            raise ValueError(
-                f"{directory} is an Orbax checkpoint; convert it with `jaxspec convert {directory} DST`"
-            )
         others = foreign_weights(directory)
         only = f", only {others[0]}" if others else ""
         raise ValueError(f"{directory} has no *.safetensors weights{only}; {_CONVERT}")
@@ -229,11 +222,6 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
 def _is_file_name(name: Any) -> bool:
     """Whether the name is a file name without a directory."""
     return isinstance(name, str) and name == Path(name).name and len(name) < 256 and name.isprintable()
-
-
-def is_orbax(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory contains a checkpoint of `io.orbax`."""
-    return (Path(directory) / ORBAX_PARAMS).is_dir()
 
 
 def stored_dtype(directory: str | os.PathLike[str]) -> np.dtype:
