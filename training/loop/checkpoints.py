@@ -34,7 +34,6 @@ SET_ASIDE = ".damaged"
 # Orbax writes the completion time into this file after all others, the checksums included.
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _METRICS = "metrics"
-_NO_CHECKSUMS = "has no checksums (an earlier version wrote it), so it could not be checked"
 
 
 class Resumed(NamedTuple):
@@ -158,26 +157,23 @@ class Checkpoints:
         for step in reversed(self.steps()):
             problem = damage(self.directory / str(step))
             if problem is None:
-                try:
-                    state, position = self._restore(step, wanted(step))
-                    break
-                except WrongState:
-                    raise
-                except Exception as error:  # Orbax passes on the exceptions of its libraries
-                    problem = one_line(error)[:300]
-                    if (self.directory / str(step) / CHECKSUMS).is_file():
-                        # For example out of memory or another version of Orbax: an older checkpoint would fail too, or
-                        # lose steps.
-                        raise Failed(
-                            f"the checkpoint of step {step} in {self.directory} is intact, but could not be read: "
-                            f"{problem}"
-                        ) from error
+                break
             problems[step] = problem
         else:
             raise ValueError(
                 f"no checkpoint in {self.directory} is intact: {_listed(problems)}. Give another --run, or remove "
                 "that directory to train from the first step"
             )
+        try:
+            state, position = self._restore(step, wanted(step))
+        except WrongState:
+            raise
+        except Exception as error:  # Orbax passes on the exceptions of its libraries
+            # For example out of memory or another version of Orbax: an older checkpoint would fail too, or lose steps.
+            raise Failed(
+                f"the checkpoint of step {step} in {self.directory} is intact, but could not be read: "
+                f"{one_line(error)[:300]}"
+            ) from error
         for older in self.steps():
             if older < step and (problem := damage(self.directory / str(older))) is not None:
                 problems[older] = problem
@@ -187,8 +183,6 @@ class Checkpoints:
         processes.wait_for_all("damaged checkpoints are set aside")
         self._manager.reload()
         said = f"resumed from step {step}"
-        if not (self.directory / str(step) / CHECKSUMS).is_file():
-            said += f", whose checkpoint {_NO_CHECKSUMS}"
         if problems:
             said += f"; damaged and renamed to STEP{SET_ASIDE}: {_listed(problems)}"
         return Resumed(step, state, position, said)
@@ -229,17 +223,11 @@ class Checkpoints:
                 problems[step] = problem
             elif (found := self._manager.metrics(step)) is not None:
                 measured[step] = dict(found)
-        try:
-            while (best := best_step(measured)) is not None:
-                try:
-                    params = self.params(best)
-                    return fetched(params) if processes.several() else params, best, measured[best]
-                except Exception as error:  # damage of a checkpoint without checksums is found only here
-                    problems[best] = one_line(error)[:300]
-                    del measured[best]
-        finally:
-            if problems:
-                report(f"damaged checkpoints were skipped: {_listed(problems)}")
+        if problems:
+            report(f"damaged checkpoints were skipped: {_listed(problems)}")
+        if (best := best_step(measured)) is not None:
+            params = self.params(best)
+            return fetched(params) if processes.several() else params, best, measured[best]
         said = "no intact checkpoint" if problems else "no checkpoint"
         said += " with a finite held-out loss" if len(problems) < len(self.steps()) else ""
         raise ValueError(f"{said} in {self.directory}; train first")
@@ -262,8 +250,7 @@ class Checkpoints:
         steps = self.steps()
         for step in reversed(steps):
             if damage(self.directory / str(step)) is None:
-                checked = (self.directory / str(step) / CHECKSUMS).is_file()
-                return f"the checkpoint of step {step} {'is intact' if checked else _NO_CHECKSUMS}"
+                return f"the checkpoint of step {step} is intact"
         return "no checkpoint is intact" if steps else "there is no checkpoint yet"
 
     def _write_checksums(self) -> None:
@@ -284,16 +271,9 @@ def best_step(measured: dict[int, dict[str, float]]) -> int | None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Describes the damage to a checkpoint's files; None if none is found.
-
-    All files are compared with their checksums. Without checksums, only missing files and invalid JSON are found.
-    """
+    """Describes the damage to a checkpoint's files, which are compared with their checksums; None if none is found."""
     try:
         read_json(checkpoint / _STEP_METADATA)
-        if not (checkpoint / CHECKSUMS).is_file():
-            read_json(checkpoint / _METRICS / "metrics")
-            read_json(checkpoint / "data" / "metadata")
-            return None if (checkpoint / "state").is_dir() else f"{checkpoint / 'state'} is missing"
         for name, expected in read_json(checkpoint / CHECKSUMS).items():
             file = checkpoint / name
             if not file.is_file():
