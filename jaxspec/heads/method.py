@@ -124,7 +124,7 @@ class HeadMethod(ChainMethod):
         """Checks a head of another fingerprint: this model must accept about as many of its tokens as recorded.
 
         The first token that is not certain is counted, in drafts with the default options, because the result is kept
-        for all options. `auto` measures the acceptance of its candidates itself, so its resources have no measurement.
+        for all options.
 
         Raises:
           ValueError: it accepts fewer than `_LEAST` times the recorded ones, or none are recorded.
