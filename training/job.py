@@ -21,7 +21,7 @@ from training.data import bpe_tokenizer, packing, sizing, sources
 from training.data.sources import Kinds
 from training.loop import checkpoints, growth, optimizer, state_sharding, step, training_loop
 from training.losses import base
-from training.option_files import chosen_earlier, plain
+from training.option_files import chosen_earlier
 from training.reports import curves, evaluation
 from training.run_options import SCRATCH, JobOptions, RunOptions
 from training.start import Objective, Start
@@ -227,7 +227,6 @@ def take_steps(
             console,
             stages,
             mesh,
-            plain(options),
         ).run(params)
     if result.reason != "steps":
         ended = "interrupted" if result.signal is not None else "out of the time given by --minutes"

@@ -7,7 +7,6 @@ export.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,12 +25,10 @@ def check(options: RunOptions) -> None:
     """Refuses an output or run directory with a model that no run has written, before any data is read.
 
     Raises:
-      ValueError: `wandb` is given, and the package is not installed. `output` or `run` cannot be a directory, is or
-        contains the directory of a model in the options, or contains a model without the mark of a run.
+      ValueError: `output` or `run` cannot be a directory, is or contains the directory of a model in the options, or
+        contains a model without the mark of a run.
     """
     output, run = options.output, options.run_directory
-    if options.loop.wandb is not None and importlib.util.find_spec("wandb") is None:
-        raise ValueError("`wandb` is given, and the package wandb is not installed: pip install wandb")
     sources = _sources(options)
     for option, directory in (("run", run), ("output", output)):
         if directory is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import random
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -270,35 +267,3 @@ def test_a_loss_that_stays_far_above_its_mean_ends_the_run(folder, monkeypatch, 
         assert " at step 22 is more than 3 times the mean " in capsys.readouterr().err
         assert sft.main(arguments(folder, name, "--steps", "25", "--divergence", "1")) == 2
         assert sft.main(arguments(folder, name, "--steps", "25", "--divergence", "20")) == 0
-
-
-@pytest.mark.full
-def test_metrics_go_to_weights_and_biases_where_asked(folder, monkeypatch, capsys):
-    """A resumed run has the same id there."""
-    given = arguments(folder, "logged", "--wandb", "drafts", "--steps")
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert sft.main([*given, "4"]) == 2
-    assert "the package wandb is not installed: pip install wandb" in capsys.readouterr().err
-    monkeypatch.undo()
-    begun: list[dict] = []
-    logged: list[tuple[int, float]] = []
-    ended: list[int] = []
-
-    def init(**how):
-        begun.append(how)
-        return types.SimpleNamespace(
-            log=lambda record, step: logged.append((step, record["loss"])), finish=lambda: ended.append(1)
-        )
-
-    fake = types.ModuleType("wandb")
-    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    fake.init = init
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for steps in ("4", "6"):
-        assert sft.main([*given, steps]) == 0
-    assert [how["project"] for how in begun] == ["drafts", "drafts"]
-    assert begun[0]["id"] == begun[1]["id"]
-    assert begun[1]["config"]["loop"]["steps"] == 6
-    assert logged == [(one["step"], one["loss"]) for one in metrics(folder, "logged")]
-    assert len(ended) == 2

@@ -8,9 +8,9 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh
@@ -53,7 +53,6 @@ class LoopOptions:
       keep: number of latest checkpoints to keep; the best one by held-out loss is always kept.
       divergence: stop if the loss of 10 steps in a row is more than this many times its mean over the latest 100 other
         steps, or if it is not finite. No checkpoint is written during such steps.
-      wandb: project of Weights & Biases that receives the metrics too. Needs the package `wandb`.
     """
 
     steps: Sized = AUTO
@@ -62,7 +61,6 @@ class LoopOptions:
     every: Sized = AUTO
     keep: int = 2
     divergence: float = 3.0
-    wandb: str | None = None
 
     def __post_init__(self):
         sizing.check(self, steps=1, every=1, keep=1)
@@ -116,7 +114,6 @@ class Loop:
       console: shows the progress.
       stages: the growth of the depth; None for a constant depth.
       mesh: divides state and batches. Default: all devices.
-      about: the run's options, for Weights & Biases.
     """
 
     options: LoopOptions
@@ -130,7 +127,6 @@ class Loop:
     console: Console
     stages: growth.Stages | None = None
     mesh: Mesh = dataclasses.field(default_factory=state_sharding.make_mesh)
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._pace = Pace(self.options.every)
@@ -158,7 +154,7 @@ class Loop:
         state = self._begin(params)
         self._start_s = time.monotonic()
         step = int(state.step)
-        log = Metrics(self.directory, step, options.wandb, self.about)
+        log = Metrics(self.directory, step)
         # A resumed run is judged as if it had not stopped.
         earlier = (record for record in metrics.read(self.directory) if record["step"] <= step)
         self._losses.extend(record["loss"] for record in earlier if "loss" in record)

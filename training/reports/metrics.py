@@ -1,12 +1,10 @@
-"""Reads and writes the figures of each step: metrics.jsonl, TensorBoard's event files, and Weights & Biases."""
+"""Reads and writes the figures of each step: metrics.jsonl and TensorBoard's event files."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from jaxspec.host import files
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-# The id of a run at Weights & Biases, by which a resumed run continues there.
-WANDB_ID = "wandb_id"
 
 
 def read(run: Path) -> list[dict[str, float]]:
@@ -39,18 +35,13 @@ def read(run: Path) -> list[dict[str, float]]:
 class Metrics:
     """Writes one record per step; records that a resumed run will repeat are deleted first."""
 
-    def __init__(
-        self, run: Path, step: int, project: str | None = None, about: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, run: Path, step: int):
         """Opens the files and deletes the records after `step`.
 
         Args:
           run: the run directory.
           step: number of finished steps.
-          project: project of Weights & Biases that receives the records too; None for none.
-          about: the run's options, which are recorded there.
         """
-        self._wandb: Any = None
         if not files.written_here():
             return
         kept = [record for record in read(run) if record["step"] <= step]
@@ -63,15 +54,6 @@ class Metrics:
         self._add(step=step + 1, file_version="brain.Event:2")
         self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
         self._events.flush()
-        if project is not None:
-            import wandb
-
-            name = run / WANDB_ID
-            if not name.is_file():
-                files.write_atomic(name, secrets.token_hex(8))
-            self._wandb = wandb.init(
-                project=project, id=name.read_text(), name=run.name, resume="allow", config=about, dir=run
-            )
 
     def write(self, step: int, record: dict[str, Any]) -> None:
         """Appends the figures of a step.
@@ -85,8 +67,6 @@ class Metrics:
         self._stream.flush()
         for name, value in record.items():
             self._add(step=step, summary=summary.scalar(name, value))
-        if self._wandb is not None:
-            self._wandb.log(record, step=step)  # it ignores the steps that it has already received
         if "held_out_loss" in record:  # flushing waits for the disk, so not at every step
             self._events.flush()
 
@@ -98,5 +78,3 @@ class Metrics:
         for file in (self._stream, self._events) if files.written_here() else ():
             with contextlib.suppress(OSError):
                 file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
