@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from benchmarks import schedule, stages
+from benchmarks import stages
 from jaxspec.measuring.aot import hlo
 from jaxspec.measuring.aot.accelerators import ACCELERATORS
 from jaxspec.measuring.aot.compiled_rounds import main_loop
@@ -233,25 +233,6 @@ def test_the_table(capsys):
         assert part in out
     assert "trips_3/while: 3 × 100 cycles" in out
     assert "its cycles are not estimated" in out
-
-
-def test_a_static_schedule_is_read():
-    """The files of `fusion.12` do not count for `fusion.1`."""
-    analysis = "Schedule analysis:\n\ttotal scheduled bundles:    20\n"
-    use = "== CAPACTIY:\nMXU, SALU\n    4     2\n== UTILIZATION:\n1 0\n3 1\n"
-    written = {
-        "17-fusion.12-01-final_hlo-static-per-bundle-utilization.txt": use.replace("3 1", "0 0"),
-        "17-fusion.12-02-schedule-analysis_final_bundles.txt": analysis.replace("20", "99"),
-        "18-fusion.1-01-final_hlo-static-per-bundle-utilization.txt": use,
-        "18-fusion.1-02-schedule-analysis_final_bundles.txt": analysis,
-    }
-    assert schedule._scheduled("fusion.1", written, 3) == {
-        "bundles": 20,
-        "trips": 3,
-        "scheduled": 60,
-        "use": {"MXU": 0.5, "SALU": 0.25},
-    }
-    assert schedule._scheduled("fusion.3", written, 3) is None
 
 
 @pytest.mark.parametrize(("cycles", "shown"), [(None, False), (found(), True)])

@@ -56,7 +56,7 @@ def estimate(module: Module, loop: Instruction, accelerator: Accelerator) -> dic
       `cycles` per trip of every inner loop (with the instruction's name if two loops have one name); `exchanged_bytes`,
       the size of the results of collectives in a round, for which the compiler estimates no cycles. The stages, `round`
       and `draft_step` have the keys of `_figures`. The compiler overestimates products on the vector unit several times
-      (`benchmarks.schedule`); programs of this library have them only if a mesh gives each chip a single row, see
+      (docs/laboratory.md); programs of this library have them only if a mesh gives each chip a single row, see
       `vector_products`.
     """
     (body, *_) = loop.called["body"]
