@@ -6,6 +6,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import struct
+
 from jaxspec.drafting.asd_drafter import ASD
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.drafting.draft_model_drafter import DraftModel
@@ -14,11 +18,13 @@ from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.speed import acceptance, speed_ratio
-from jaxspec.measuring.bench.steps import Loop, Steps, SubmodelSteps, WrongDrafts
+from jaxspec.measuring.bench.steps import Loop, Steps, SubmodelSteps
 from jaxspec.measuring.bench.timing import Run
 from jaxspec.model import llama
+from jaxspec.model.cache import KVCache
 from jaxspec.model.plan import LayerPlan
-from jaxspec.protocol import Drafter, Weights
+from jaxspec.protocol import Drafter, Proposal, State, View, Weights
+from jaxspec.sampling import Distribution
 from jaxspec.stopping import AdaptiveGamma, ConfidenceBelow, ProductBelow
 from jaxspec.texts.results import Result
 
@@ -28,6 +34,27 @@ LONGEST = 12
 CASES = ("draft-model", "layerskip", "adaspeed", "draft-verify", "draft-verify static", "asd", "ngram")
 # The prompt for models with synthetic acceptance.
 START = list(range(3, 35))
+
+
+@struct.dataclass
+class WrongDrafts(Drafter):
+    """Proposes K tokens that are almost never accepted, so that a round verifies K + 1 rows and emits one token.
+
+    Attributes:
+      num_draft_tokens: K.
+    """
+
+    num_draft_tokens: int = struct.field(pytree_node=False)
+
+    def propose(
+        self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
+    ) -> tuple[Proposal, State, KVCache]:
+        """Proposes tokens that depend only on the length of the text."""
+        vocab_size = params.target["embed"].shape[0]
+        step = jnp.arange(1, self.num_draft_tokens + 1)[None]
+        tokens = (view.length[:, None] * 7919 + step * 104729) % vocab_size
+        count = jnp.full_like(view.length, self.num_draft_tokens)
+        return Proposal(tokens.astype(jnp.int32), count), state, view.cache
 
 
 def dial_cases(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases import START, Case, dial_cases, only_layers, rounds_of
+from benchmarks.cases import START, Case, WrongDrafts, dial_cases, only_layers, rounds_of
 from benchmarks.dialed import Dial
 from benchmarks.parts import Record
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
@@ -26,7 +26,7 @@ from jaxspec.measuring.aot.compiled_rounds import main_loop
 from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.device_profile import stream
 from jaxspec.measuring.bench.speed import acceptance, speed_ratio
-from jaxspec.measuring.bench.steps import Loop, SubmodelSteps, WrongDrafts
+from jaxspec.measuring.bench.steps import Loop, SubmodelSteps
 from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
 from jaxspec.model import llama
 from jaxspec.model.llama import floor_bytes

@@ -30,7 +30,7 @@ LINES = {
     "host": 657,
     "io": 3880,
     "loading": 492,
-    "measuring": 4947,
+    "measuring": 4935,
     "methods": 1448,
     "model": 2168,
     "programs": 1045,

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import Mesh
 
 from jaxspec import decoding
@@ -27,8 +26,8 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import put, state_shardings
 from jaxspec.programs import compiled
 from jaxspec.programs.buckets import prefill_chunk_size
-from jaxspec.protocol import Drafter, Proposal, State, View, Weights
-from jaxspec.sampling import Distribution, Greedy, seed_key
+from jaxspec.protocol import Drafter, View, Weights
+from jaxspec.sampling import Greedy, seed_key
 
 # Tokens in the cache during a timing, steps per timing, and cache slots.
 LIVE, ROUNDS, CAPACITY = 32, 8, 128
@@ -64,27 +63,6 @@ class Loop:
         """Runs once; returns when the device is done."""
         done, self._state = self._run(self._state, *arguments)
         jax.block_until_ready(done)
-
-
-@struct.dataclass
-class WrongDrafts(Drafter):
-    """Proposes K tokens that are almost never accepted, so that a round verifies K + 1 rows and emits one token.
-
-    Attributes:
-      num_draft_tokens: K.
-    """
-
-    num_draft_tokens: int = struct.field(pytree_node=False)
-
-    def propose(
-        self, keys: jax.Array, params: Weights, state: State, view: View, distribution: Distribution
-    ) -> tuple[Proposal, State, KVCache]:
-        """Proposes tokens that depend only on the length of the text."""
-        vocab_size = params.target["embed"].shape[0]
-        step = jnp.arange(1, self.num_draft_tokens + 1)[None]
-        tokens = (view.length[:, None] * 7919 + step * 104729) % vocab_size
-        count = jnp.full_like(view.length, self.num_draft_tokens)
-        return Proposal(tokens.astype(jnp.int32), count), state, view.cache
 
 
 class Steps(Loop):
