@@ -233,7 +233,7 @@ def test_the_command_writes_numbers_that_the_method_finds(model, tmp_path, capfd
         (("--alpha", "2"), "--alpha has 2.0; give a cosine similarity above 0 and at most 1 (1: rule off)"),
         (("--max-new-tokens", "1"), "--max-new-tokens is 1; give at least 2"),
         (("--output", "/no/where.json"), "cannot write /no/where.json"),
-        (("--method", "ngram"), "--method is 'ngram'; give one of 'asd', 's2d', 'auto'"),
+        (("--method", "ngram"), "--method is 'ngram'; give one of 'asd', 's2d'"),
         (("--repeats", "0"), "--repeats is 0; give at least 1"),
         (("--draft", "somewhere"), "tune --method asd has no option --draft; leave it out"),
         (("--threshold", "1.5"), "--threshold has (1.5,); give numbers from 0 to 1"),

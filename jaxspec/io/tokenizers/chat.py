@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,7 @@ class ChatTemplate:
         """
         if taken := sorted(_GIVEN & (variables or {}).keys()):
             raise ValueError(f"chat_template_kwargs has {taken[0]}, which jaxspec itself sets; leave it out")
+        quiet_transformers()
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given = {"conversations": [list(messages)], **self.special_tokens, **(variables or {})}
@@ -88,9 +92,25 @@ class ChatTemplate:
             )
             (text,), answers = rendered
         except Exception as error:  # a template can raise any exception
-            reason = _line(str(error) or type(error).__name__)
-            raise ValueError(f"the chat template cannot render the conversation: {reason}") from None
+            raise ValueError(f"the chat template cannot render the conversation: {_line(error)}") from None
         return Rendered(text, tuple(answers[0]) if answers else ())
+
+
+def quiet_transformers() -> Any:
+    """Returns the package transformers, imported without notices, such as that PyTorch is missing."""
+    name = "TRANSFORMERS_VERBOSITY"
+    if "transformers" not in sys.modules and name not in os.environ:
+        os.environ[name] = "error"
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="IProgress not found")  # from tqdm in notebooks
+                import transformers
+        finally:
+            del os.environ[name]
+        transformers.logging.set_verbosity_warning()  # the default
+    import transformers
+
+    return transformers
 
 
 def text_of(content: Any) -> Any:
@@ -151,12 +171,11 @@ def default_template(template: Any) -> str | None:
             f"the model has several chat templates ({names}), none of which is called default; give the one to use "
             "with chat_template=FILE"
         )
-    found: str = template["default"]
-    return found
+    return str(template["default"])
 
 
-def _line(reason: str) -> str:
-    """Returns the first line of an error message, cut to a bounded length and without control characters."""
-    line = (reason.strip().splitlines() or [""])[0]
+def _line(error: Exception) -> str:
+    """Returns the first line of an error's message, cut to a bounded length and without control characters."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     line = "".join(one if one.isprintable() else "?" for one in line[: _MOST + 1])
     return line if len(line) <= _MOST else line[:_MOST] + "…"

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from jaxspec.host.files import refuse_pointer
 from jaxspec.host.messages import brief_errors
 from jaxspec.io.gguf import gguf_tokenizer
 from jaxspec.io.gguf.container import is_gguf
-from jaxspec.io.tokenizers.chat import ChatTemplate, default_template, stored_template
+from jaxspec.io.tokenizers.chat import ChatTemplate, default_template, quiet_transformers, stored_template
 from jaxspec.io.tokenizers.chat_forms import FORMS, template_of
 from jaxspec.io.tokenizers.tokenizer_file import failures, read_tokenizer
 
@@ -97,7 +96,7 @@ def load_tokenizer(
 
 
 def _load_by_transformers(directory: Path) -> Any:
-    loaded = _transformers().AutoTokenizer.from_pretrained(
+    loaded = quiet_transformers().AutoTokenizer.from_pretrained(
         str(directory), local_files_only=True, trust_remote_code=False
     )
     # Disables transformers' warning about long texts; those longer than the model's context are refused elsewhere.
@@ -126,29 +125,11 @@ def _check_sentencepiece(directory: Path) -> None:
         raise ValueError(wrong) from None
 
 
-def _transformers() -> Any:
-    """Returns the package, imported without notices, such as that PyTorch, which is not used here, is missing."""
-    name = "TRANSFORMERS_VERBOSITY"
-    if "transformers" in sys.modules or name in os.environ:
-        import transformers
-
-        return transformers
-    os.environ[name] = "error"
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="IProgress not found")  # from tqdm in notebooks
-            import transformers
-    finally:
-        del os.environ[name]
-    transformers.logging.set_verbosity_warning()  # the default
-    return transformers
-
-
 def copy_files(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
     """Copies the tokenizer files of `source` to `destination`; those of a GGUF file are made from its metadata."""
     if is_gguf(source):
         if has_tokenizer(source):
-            gguf_tokenizer.save(source, destination, _transformers)
+            gguf_tokenizer.save(source, destination, quiet_transformers)
         return
     for name in FILES:
         if (Path(source) / name).is_file():
