@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,10 @@ from types import SimpleNamespace
 
 import pytest
 
+import jaxspec
 from jaxspec import testing
+from jaxspec.engine.language_model import LanguageModel
+from jaxspec.model import llama
 from tests import notebooks
 
 NOTEBOOKS = sorted(notebooks.FOLDER.glob("*.ipynb"))
@@ -50,6 +54,9 @@ SMALLER = {
         "MAX_NEW_TOKENS = 96": "MAX_NEW_TOKENS = 24",
         "[60, 40, 20]": "[16, 12, 8]",
         "Auto(explain=True)": 'Auto(among="ngram", explain=True)',
+        # The programs of the cells before.
+        "Eagle3(num_draft_tokens=3)": "Eagle3()",
+        ", num_draft_tokens=8": "",
     },
     "which_method": {**EMBEDDED, "MAX_NEW_TOKENS = 64": "MAX_NEW_TOKENS = 16", "REPEATS = 2": "REPEATS = 1"},
     "draft_for_my_model": {
@@ -92,12 +99,29 @@ def test_every_cell_of_simulated_devices_runs(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def shallow(request, monkeypatch, tmp_path):
+    """Loads four layers of `large`, with a head that reads three of them, in place of each model of `quickstart`."""
+    if request.node.callspec.id != "quickstart":
+        return
+    model, head = jaxspec.load("large", dtype="float32"), tmp_path / "model" / "heads" / "eagle3"
+    weights = llama.truncate(model.params, 4)
+    options = {"name": "large", "directory": tmp_path / "model"}
+    cut = LanguageModel(model.config.truncated(4), weights, model.tokenizer, **options)
+    published = notebooks.FOLDER.parent / "checkpoints" / "heads" / "large-eagle3"
+    head.mkdir(parents=True)
+    shutil.copy(published / "model.safetensors", head)
+    own = {"kind": "eagle3", "taps": [1, 2, 3], "target": cut.fingerprint}
+    (head / "config.json").write_text(json.dumps(read(published / "config.json") | {"jaxspec": own}))
+    monkeypatch.setattr(jaxspec, "load", lambda name, dtype: cut)
+
+
 @pytest.mark.full
 @pytest.mark.representatives("quickstart")
 @pytest.mark.parametrize(
     "path", [one for one in NOTEBOOKS if one.stem != OF_ITS_OWN], ids=lambda path: path.stem
 )
-def test_every_cell_runs(path, monkeypatch, tmp_path):
+def test_every_cell_runs(path, monkeypatch, tmp_path, shallow):
     """Code cells run in order in one namespace, in any folder, and leave no files.
 
     Each has outputs of the stored kinds, from fewer steps.
