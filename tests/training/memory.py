@@ -166,17 +166,17 @@ def report(job: str, final_bytes: float, params: int) -> None:
     gc.collect()
 
 
-def main() -> None:
-    """Runs the jobs in a temporary directory.
+def main(whole: bool = True) -> None:
+    """Runs the jobs in a temporary directory; without `whole`, only those of `load` and of `soft` with a start.
 
     Python's collector is off, so that a reference cycle that keeps arrays always shows.
     """
     gc.disable()
     with tempfile.TemporaryDirectory() as place:
-        _run(Path(place))
+        _run(Path(place), whole)
 
 
-def _run(folder: Path) -> None:
+def _run(folder: Path, whole: bool) -> None:
     model, params = folder / "model", llama.init_params(CONFIG, jax.random.key(0))
     huggingface.save(model, CONFIG, params, jnp.bfloat16)
     bpe_tokenizer.save(bpe_tokenizer.train(TEXT, CONFIG.vocab_size), model, 64)
@@ -202,6 +202,8 @@ def _run(folder: Path) -> None:
         more = f"--steps {steps} --samples 1 --output {folder}/draft"
         assert soft.main([*given.split(), *more.split()]) == 0
         report("soft" if steps == 1 else "soft, resumed", (12 + 4) * size, size)
+    if not whole:
+        return
 
     scratch = f"--vocab-size 304 --hidden-size 512 --intermediate-size 1024 --layers 4 --no-tied {STEPS}"
     scratch += " --heads 8 --kv-heads 8"
