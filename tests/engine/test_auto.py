@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,6 +20,7 @@ from jaxspec.programs import compilation_cache
 from jaxspec.session.auto import Learnt
 from jaxspec.testing import reference
 from tests import caching, tiny
+from tests.core.test_mesh import on_eight_devices
 from tests.engine.test_prefix import SPREAD
 
 PROMPT = (7, 1, 7, 1, 7, 1, 7, 2)
@@ -58,7 +56,7 @@ def test_texts_are_plain_decodings_and_drafted(lm, options):
         assert found[0].statistics.num_accepted_tokens >= 15
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_trees_are_candidates_beside_an_exit():
     """Verification goes on after the exit layer in all rounds, so a tree's nodes run through the layers before it."""
     prompts, lengths = [list(PROMPT), [5], [3, 4, 3]], [40, 9, 30]
@@ -137,11 +135,9 @@ for options in ({}, {"temperature": 0.8, "seed": 5}):
     rows = lm.generate([list(PROMPT), [5]], **ALL, **LONG, **options)
     print(json.dumps([[row.tokens, row.drafted_by] for row in rows]))
 """
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=True)
+    lines = on_eight_devices(program)
     one = LanguageModel(SPREAD, tiny.params(SPREAD))
-    for line, options in zip(done.stdout.splitlines(), ({}, {"temperature": 0.8, "seed": 5}), strict=True):
+    for line, options in zip(lines, ({}, {"temperature": 0.8, "seed": 5}), strict=True):
         plain = one.generate([list(PROMPT), [5]], method="autoregressive", **LONG, **options)
         found = json.loads(line)
         assert [tokens for tokens, _ in found] == [row.tokens for row in plain]

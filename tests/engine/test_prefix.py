@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -21,6 +18,7 @@ from jaxspec.model import cache as kv
 from jaxspec.programs import buckets, compiled
 from jaxspec.session.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 from tests import tiny
+from tests.core.test_mesh import on_eight_devices
 
 SYSTEM = [3, 5, 8, 2, 9, 4, 7, 11, 6, 3, 5, 10, 2, 8, 12, 4, 9, 9, 3, 7]
 # With an own part of different lengths, one that shares less, and one that shares nothing.
@@ -250,15 +248,13 @@ for name in sys.argv[1:]:
     print(json.dumps([[one.tokens for one in results], [one.statistics.num_reused_tokens for one in results]]))
 """
     names = ("ngram", "eagle3", "draft-model")
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", program, *names]
-    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=True)
+    lines = on_eight_devices(program, *names)
     fresh = LanguageModel(SPREAD, tiny.params(SPREAD)).generate(PROMPTS, method="autoregressive", **OPTIONS)
-    for line in done.stdout.splitlines():
+    for line in lines:
         tokens, reused = json.loads(line)
         assert tokens == [one.tokens for one in fresh]
         assert reused == [21, 26, 10, 0, 23]
-    assert len(done.stdout.splitlines()) == len(names)
+    assert len(lines) == len(names)
 
 
 # The store
