@@ -58,12 +58,11 @@ def with_sampling(combinations):
     ]
 
 
-# Their drafts have another form than those of the methods: a choice among trees, a tree that is drawn, a tree of one
-# pass with a cache, a pass without a draft of its own, a part of the vocabulary, a mask for all rows, an int8 cache of
-# the target and of the draft.
+# Their drafts have another form than those of the methods: a choice among trees that are drawn, a tree of one pass
+# with a cache, a pass without a draft of its own, a part of the vocabulary, a mask for all rows, an int8 cache of the
+# target and of the draft.
 VARIANTS = (
     "choosing-trees",
-    "hybrid-tree-drawn",
     "dflash-tree",
     "uno-single-pass",
     "draft-model-vocab",
@@ -387,7 +386,7 @@ ORDINARY = ("ngram", "eagle-tree-drawn", "medusa-tree", "draft-model", "layerski
 FULL = ("token-recycling", "choosing", "dflash", "dflash-tree-drawn")
 DISTRIBUTIONS = parameters(
     [one for one in tiny.full_product() if one.acceptor != "greedy"],
-    [one for one in SAMPLED if one.drafter in (*FULL, *VARIANTS[:4])],
+    [one for one in SAMPLED if one.drafter in (*FULL, *VARIANTS[:3])],
     [one for one in SAMPLED if one.drafter in ORDINARY],
 )
 
@@ -422,7 +421,7 @@ def test_rows_take_the_places_of_others(combination):
 @pytest.mark.full
 @pytest.mark.representatives(
     *(f"windows-{name}" for name in ("draft-model", "layerskip", "eagle-tree")),
-    *("gemma-layerskip", "gemma-asd", "olmo-eagle-tree", "olmo-s2d", "granite-clasp"),
+    *("gemma-layerskip", "gemma-asd", "olmo-eagle-tree", "olmo-s2d", "granite-draft-model"),
 )
 @pytest.mark.parametrize("drafter", tiny.DRAFTERS)
 @pytest.mark.parametrize("block", tiny.BLOCKS)

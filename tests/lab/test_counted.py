@@ -162,7 +162,7 @@ def test_prices_that_do_not_rise_are_measured_again(lm, monkeypatch):
     assert adaspeed_counts._prices(None, [1])["unsound"] == [1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_exits_alone_count_like_a_draft_model(lm, draft):
     with Workbench(lm, PaperOptions(max_new_tokens=12)) as bench:
         found, prompt = sorted_draft(lm, draft), bench.encoded("tuning")[0]

@@ -434,6 +434,7 @@ class Reader(LookupDrafter):
 
 
 @pytest.mark.full
+@pytest.mark.representatives("likely")
 @pytest.mark.parametrize("kind", ["likely", "drawn"])
 def test_rows_of_a_batch_take_copies_and_trees(kind, monkeypatch):
     """In the same rounds, with an exact head: whole copies are accepted, and a path of full depth in each tree."""

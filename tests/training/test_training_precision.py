@@ -173,7 +173,7 @@ def narrow(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("eagle3-8b", "hydra-8b", "layerskip-8b", "s2d-sorted")
+@pytest.mark.representatives("eagle3-8b", "layerskip-8b", "s2d-sorted")
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"adaspeed-probe"}))
 def test_a_recipe_of_a_paper_compiles(name, narrow):
     python, m, module, *words = compile_line(name)
