@@ -89,7 +89,7 @@ def test_auto_reuses_caches(template):
     lm = model(template=template)
     candidates = {"among": ("ngram", "suffix")}
     conversation = lm.chat(method="auto", **candidates, **OPTIONS)
-    for answer, fresh, same in turns(lm, conversation, TURNS * 2, method="auto", **candidates):
+    for answer, fresh, same in turns(lm, conversation, method="auto", **candidates):
         assert answer.tokens == fresh.tokens
         assert answer.statistics.num_reused_tokens == max(same - 1, 0)
         lm.executables.wait()
