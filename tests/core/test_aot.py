@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
+import os
 import re
 
 import pytest
@@ -66,18 +68,24 @@ def compiled(
     kv_cache_dtype: str = "auto",
 ) -> dict:
     """Returns the report of a method's rounds; `bits` is the width of quantised weights."""
+    drafter, kernels = (method, json.dumps(options)), os.environ.get("JAXSPEC_KERNELS")
+    return reported(topology, drafter, bits, shape, dtype, every_option, kv_cache_dtype, kernels)
+
+
+@functools.cache
+def reported(topology, drafter, bits, shape, dtype, every_option, kv_cache_dtype, kernels) -> dict:
+    """Returns the report for `compiled`: a program of several tests is compiled once."""
     from jaxspec.measuring.aot.programs import Place, devices, make
     from jaxspec.measuring.aot.report import build, report
     from jaxspec.measuring.aot.stand_ins import model_shape
 
-    chips = parse_topology(topology)
+    chips, (method, options) = parse_topology(topology), drafter
     place = Place.of(devices(chips), mesh_axes(None, chips.num_devices))
     target = dataclasses.replace(model_shape(None, shape), bits=bits)
     config = dataclasses.replace(target.config, kv_cache_dtype=kv_cache_dtype)
     target = dataclasses.replace(target, config=config)
-    programs = make(
-        target, registry.make(method, options), place, capacity=256, dtype=dtype, every_option=every_option
-    )
+    made = registry.make(method, json.loads(options))
+    programs = make(target, made, place, capacity=256, dtype=dtype, every_option=every_option)
     return report(programs, chips.accelerator, build(programs.rounds, programs.options))
 
 
@@ -95,6 +103,7 @@ def test_no_cache_and_no_weight_is_copied(name):
     assert found["collectives"] == {}
 
 
+@pytest.mark.representatives("bfloat16-None", "bfloat16-8")
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", None), ("float32", None), ("bfloat16", 8)])
 def test_a_single_query_a_key_head_takes_the_matrix_unit(dtype, bits):
     """An embedding that is also the head is not copied."""
@@ -148,6 +157,7 @@ def test_an_int8_cache_is_read_as_it_is(topology):
     assert 0.96 * expected < saved <= expected  # the scales of one head are padded
 
 
+@pytest.mark.representatives("4")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_quantised_draft_is_read_as_it_is(bits):
     found = compiled("v5e:1x1", "quantised", {"draft_bits": bits})
