@@ -38,7 +38,6 @@ distributed.join(options, "data=2,model=4")
 assert (jax.device_count(), jax.local_device_count()) == (8, 4)
 found = {}
 for mesh, method, more in (
-    ("data=2,model=4", "autoregressive", {}),
     ("data=2,model=4", "layerskip", {"exit_layer": 1, "num_draft_tokens": 2}),
     ("model=8", "autoregressive", {}),
     ("model=8", "draft-model", {"draft": model, "num_draft_tokens": 2}),
@@ -109,8 +108,8 @@ def test_two_processes_decode_as_one(tmp_path_factory):
     fingerprint, found = json.loads(out)
     assert fingerprint == lm.fingerprint
     expected = [row.tokens for row in lm.generate(PROMPTS, max_new_tokens=5)]
-    assert [tokens for tokens, _ in found] == [expected] * 4
-    assert [drafted > 0 for _, drafted in found] == [False, True, False, True]
+    assert [tokens for tokens, _ in found] == [expected] * 3
+    assert [drafted > 0 for _, drafted in found] == [True, False, True]
 
 
 def records(path: Path) -> dict[int, dict]:
