@@ -208,17 +208,20 @@ def deterministic(nodes: Nodes, start: int, end: int) -> tuple[np.ndarray, np.nd
     return np.stack(rows), np.array([end in members for members in order])
 
 
-def both(nodes: Nodes, builds: Sequence[Build], end: int | None) -> int | None:
-    """Returns the node that reads a text that all of the given functions read."""
+def both(nodes: Nodes, builds: Sequence[Build], end: int | None, without: bool = False) -> int | None:
+    """Returns the node that reads a text that all of the functions read; `without`: the first, but not the second."""
     if len(builds) == 1 or end is None:
         return builds[0](end)
     last = nodes.fresh()
     starts = [build(last) for build in (builds[0], lambda to: both(nodes, builds[1:], to))]
     if starts[0] is None or starts[1] is None:
-        return None
+        return builds[0](end) if without else None
     (left, left_final), (right, right_final) = (
         deterministic(nodes, one, last) for one in starts if one is not None
     )
+    if without:  # the other texts, with a state for those that no text of the second begins with
+        right = np.vstack([np.where(right < 0, len(right), right), np.full(256, len(right))])
+        right_final = ~np.append(right_final, False)
     pairs = {(0, 0): nodes.fresh()}
     for a, b in (order := [(0, 0)]):  # grows
         edges: list[tuple[int, int, int]] = []

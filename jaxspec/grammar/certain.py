@@ -53,9 +53,7 @@ def certain_tokens(
 
 
 @functools.lru_cache(maxsize=2)
-def _sorted(
-    tokens: tuple[bytes | None, ...],
-) -> tuple[list[bytes], list[int], dict[bytes, int], np.ndarray]:
+def _sorted(tokens: tuple[bytes | None, ...]) -> tuple[list[bytes], list[int], dict[bytes, int], np.ndarray]:
     """Returns the bytes of each token, the tokens in their order, the first token with some bytes, and the ranks."""
     texts = [bytes(text or b"") for text in tokens]
     order = sorted(range(len(texts)), key=texts.__getitem__)

@@ -7,8 +7,11 @@ The texts are a subset of the valid ones, so that a model cannot write without e
 - Between two parts there is nothing, or what Python's `json.dumps` writes: a space after `,` and `:`, or a line break
   and an indent of two spaces for each level after `{`, `[` and `,`, and before `}` and `]`.
 - Strings escape only what they must, as `json.dumps(..., ensure_ascii=False)` does.
+- A string with a `format` and a `maxLength` has at most `FORMAT_LENGTH` characters.
 - A value without a schema contains at most `ANY_DEPTH` objects or arrays inside each other, and a reference at most
   `REF_DEPTH` copies of itself.
+
+The values of `enum` and `const` are written as they are, if they match the rest of the schema.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from jaxspec.host.messages import nearest
 # A schema without references and constants, and the number of copies of each reference around it.
 Schema = dict[str, Any]
 Refs = Mapping[str, int]
-ANY_DEPTH, REF_DEPTH = 3, 4
+ANY_DEPTH, REF_DEPTH, FORMAT_LENGTH = 3, 4, 128
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 # The keywords that imply a type if the schema has none.
 _IMPLIED = {
@@ -91,10 +94,10 @@ _FORMS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     (f"one of {', '.join(_TYPES)}, or a list of them", "type", lambda given: _are_types(_listed(given))),
 )
 # The named parts of an object and an array, the schema of the others, and that of those that no schema evaluates.
-_PARTS = (
-    ("properties", "additionalProperties", "unevaluatedProperties"),
-    ("prefixItems", "items", "unevaluatedItems"),
-)
+_PARTS = {
+    "object": ("properties", "additionalProperties", "unevaluatedProperties"),
+    "array": ("prefixItems", "items", "unevaluatedItems"),
+}
 
 
 class JsonSchema:
@@ -134,6 +137,8 @@ class JsonSchema:
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 options, rest = schema[name], _without(schema, name)
+                if isinstance(tag := rest.pop("discriminator", None), dict):  # of OpenAPI
+                    rest = merged(rest, {"required": [tag.get("propertyName", "")]}, path)
                 if name == "oneOf":
                     self._check_disjoint([merged(rest, one, path) for one in options], path)
                 return self._nodes.either(
@@ -143,13 +148,11 @@ class JsonSchema:
                     )
                 )
         if "allOf" in schema:
-            parts, schema = schema["allOf"], _without(schema, "allOf")
-            for part in parts:
-                schema = merged(schema, part, path)
+            schema = _merged_all(_without(schema, "allOf"), schema["allOf"], path)
             return self._value(schema, path, level, end, refs)
         if "enum" in schema:
-            return self._constants(schema, path, level, end, refs)
-        types = self._types(schema)
+            return self._constants(schema, path, level, end)
+        types = _types(schema)
         if not schema.keys() & {*_SHAPING, "type"}:  # any value
             if refs.get("", 0) >= self._any_depth:
                 types = [name for name in types if name not in ("object", "array")]
@@ -190,28 +193,41 @@ class JsonSchema:
                 ) from None
         return found
 
-    def _types(self, schema: Schema) -> list[str]:
-        given = schema.get("type")
-        if given is None:
-            implied = [name for name, words in _IMPLIED.items() if schema.keys() & words.split()]
-            given = implied or [name for name in _TYPES if name != "integer"]
-        names = _listed(given)
-        return [name for name in names if name != "integer" or "number" not in names]
-
-    def _constants(self, schema: Schema, path: str, level: int, end: Node, refs: Refs) -> Node:
+    def _constants(self, schema: Schema, path: str, level: int, end: Node) -> Node:
         """The texts of `enum`, of those that the rest of the schema allows."""
-        values = schema["enum"]
-        if "type" in schema:
-            allowed = set(self._types(schema))
-            values = [one for one in values if allowed & set(_types_of(one))]
-        rest = {key: value for key, value in schema.items() if key in _SHAPING}
+        values = [one for one in schema["enum"] if self._allows(schema, one, path)]
+        return self._nodes.either(*(self._constant(one, level, end) for one in values))
 
-        def texts(to: Node) -> Node:
-            return self._nodes.either(*(self._constant(one, level, to) for one in values))
-
-        if not rest:
-            return texts(end)
-        return both(self._nodes, [texts, lambda to: self._value(rest, path, level, to, refs)], end)
+    def _allows(self, schema: Schema, value: Any, path: str) -> bool:
+        """Whether a value matches all but `enum`, in any order of its keys; formats are annotations."""
+        kinds, end = _types_of(value), self._nodes.fresh()
+        kind = kinds[-1]
+        size = value if kind == "number" else len(value) if kind in _IMPLIED else 0
+        words = schema.keys() & _IMPLIED.get(kind, "").split()
+        limits = [name for name in words if _MERGE.get(name) in (min, max)]
+        parts: list[tuple[Any, Any]] = []
+        texts: list[Build] = []
+        if kind in _PARTS:
+            known, others = _parts(schema, kind, True)
+            parts = [(one, known.get(name, others)) for name, one in _by_name(value).items()]
+        if kind == "object":
+            parts += [(name, schema.get("propertyNames", True)) for name in value]
+        elif kind == "string":
+            patterns = _patterns(schema.get("pattern", ()))
+            texts = [self._regex(one, path, "pattern", quoted=False).search for one in patterns]
+            texts.append(functools.partial(self._nodes.literal, value.encode()))
+        return not (
+            ("type" in schema and {*kinds}.isdisjoint(_types(schema)))
+            or ("multipleOf" in schema and kinds == ["number"])
+            or (kind == "object" and {*schema.get("required", ())} - value.keys())
+            or any(_MERGE[name](size, schema[name]) != size for name in limits)
+            or any(size == schema[name] for name in limits if name.startswith("exclusive"))
+            or (texts and both(self._nodes, texts, end) is None)
+            or any(
+                self._value(merged(part, {"enum": [one]}, path), path, 0, end, {}) is None
+                for one, part in parts
+            )
+        )
 
     def _constant(self, value: Any, level: int, end: Node) -> Node:
         if not isinstance(value, (dict, list)) or not value:
@@ -258,9 +274,8 @@ class JsonSchema:
 
     def _object(self, schema: Schema, path: str, level: int, end: Node, refs: Refs) -> Node:
         nodes = self._nodes
-        properties, required = schema.get("properties", {}), schema.get("required", [])
+        (properties, given), required = _parts(schema, "object", None), schema.get("required", [])
         # Without properties others are expected, and with them only if the schema mentions them.
-        given = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
         others, needed = (not properties, True) if given is None else (given, given)
         properties = {**properties, **{name: needed for name in required if name not in properties}}
         low = _whole(schema, "minProperties") or 0
@@ -279,7 +294,7 @@ class JsonSchema:
         ]
         rests[0] = empty if not low else None
         if others is not False:
-            rests = self._others(schema, others, properties, rests, (path, level, refs))
+            rests = self._others(schema, others, [*properties], rests, (path, level, refs))
         for name, given in reversed(properties.items()):
             values: dict[Node, Node] = {
                 to: self._name(
@@ -303,12 +318,7 @@ class JsonSchema:
         return rests[0]
 
     def _others(
-        self,
-        schema: Schema,
-        others: Any,
-        names: Iterable[str],
-        rests: list[Node],
-        place: tuple[str, int, Refs],
+        self, schema: Schema, others: Any, names: list[str], rests: list[Node], place: tuple[str, int, Refs]
     ) -> list[Node]:
         """The rests of an object, by the number of members before, with additional properties."""
         nodes, (path, level, refs) = self._nodes, place
@@ -316,7 +326,7 @@ class JsonSchema:
         @functools.cache  # loops of equal members would not be equal nodes
         def member(to: Node) -> Node:
             start = self._colon(self._value(others, f"{path}.additionalProperties", level + 1, to, refs))
-            return self._name(lambda to: self._other_names(list(names), to), schema, path, start)
+            return self._name(lambda to: self._other_names(names, to), schema, path, start)
 
         last = len(rests) - 1
         found: list[Node] = list(rests)
@@ -360,9 +370,7 @@ class JsonSchema:
 
     def _array(self, schema: Schema, path: str, level: int, end: Node, refs: Refs) -> Node:
         nodes = self._nodes
-        items, first = schema.get("items", schema.get("unevaluatedItems")), schema.get("prefixItems", [])
-        if isinstance(items, list):  # of older drafts
-            items, first = schema.get("additionalItems"), items
+        first, items = _parts(schema, "array", None)
         low = _whole(schema, "minItems") or 0
         high = _whole(schema, "maxItems")
         if items is None:
@@ -396,10 +404,11 @@ class JsonSchema:
         builds: list[Build] = [
             self._regex(pattern, path, "pattern").search for pattern in _patterns(schema.get("pattern", ()))
         ]
-        if (name := schema.get("format")) in FORMATS:
-            builds.append(self._regex(FORMATS[name], path, "format").whole)
         low = _whole(schema, "minLength") or 0
         high = _whole(schema, "maxLength")
+        if (name := schema.get("format")) in FORMATS:
+            builds.append(self._regex(FORMATS[name], path, "format").whole)
+            high = high and min(high, max(low, FORMAT_LENGTH))
         if high is not None and high < low:
             return None
         if low or high is not None or not builds:
@@ -407,9 +416,9 @@ class JsonSchema:
             builds.append(lambda to: nodes.repeat(char, low, high, to))
         return nodes.literal(b'"', both(nodes, builds, nodes.literal(b'"', end)))
 
-    def _regex(self, pattern: str, path: str, name: str) -> Regex:
+    def _regex(self, pattern: str, path: str, name: str, quoted: bool = True) -> Regex:
         try:
-            return Regex(pattern, self._nodes, quoted=True)
+            return Regex(pattern, self._nodes, quoted)
         except GrammarError as error:
             raise GrammarError(f"JSON schema: {path}.{name}: {error}") from None
 
@@ -443,8 +452,7 @@ class JsonSchema:
         one, other = (self._resolved(schema, depth) for schema in (one, other))
         if one is False or other is False:
             return True
-        values = [{_frozen(value) for value in schema["enum"]} for schema in (one, other) if "enum" in schema]
-        if len(values) == 2 and not values[0] & values[1]:
+        if "enum" in one and "enum" in other and not _shared(one["enum"], other["enum"]):
             return True
         # A schema without a type matches values of all types, of which it writes only some.
         matched, written = (
@@ -470,17 +478,14 @@ class JsonSchema:
         while isinstance(schema, dict) and schema.keys() & {"$ref", "allOf"} and depth:
             name = "$ref" if "$ref" in schema else "allOf"
             parts = schema["allOf"] if name == "allOf" else [self._target(schema["$ref"], "$")]
-            schema, depth = (
-                functools.reduce(lambda a, b: merged(a, b, "$"), parts, _without(schema, name)),
-                depth - 1,
-            )
+            schema, depth = _merged_all(_without(schema, name), parts, "$"), depth - 1
         return schema if schema is False else _enumerated(schema, "$")
 
     def _kinds(self, schema: Schema, matched: bool) -> set[str]:
         """The types of the values that a schema matches, or writes; those of integers are numbers."""
         if "enum" in schema:
             return {_types_of(value)[-1] for value in schema["enum"]}
-        names = _TYPES if matched and "type" not in schema else self._types(schema)
+        names = _TYPES if matched and "type" not in schema else _types(schema)
         return {"number" if name == "integer" else name for name in names}
 
 
@@ -506,7 +511,7 @@ def merged(one: Any, other: Any, path: str) -> Any:
         return False
     one, other = (_enumerated(schema, path) for schema in (one, other))
     if not other.keys() & {"allOf", "anyOf", "oneOf", "$ref"}:  # it does not see what others evaluate
-        for _, rest, unevaluated in _PARTS:
+        for _, rest, unevaluated in _PARTS.values():
             if unevaluated in other:
                 other.setdefault(rest, other.pop(unevaluated))
     result = dict(one)
@@ -519,17 +524,41 @@ def merged(one: Any, other: Any, path: str) -> Any:
             result[key] = _MERGE[key](one[key], value)
         elif key not in ("properties", "prefixItems") and not key.startswith(("$", "x-")):
             raise GrammarError(f"JSON schema: {path} has two different `{key}`, which cannot be combined")
-    for key, rest, _ in _PARTS:
+    for key, rest, _ in _PARTS.values():
         if key in result and one and other:
             result[key] = _joined(*((schema.get(key, {}), schema.get(rest, True)) for schema in (one, other)))
     return result
 
 
+def _merged_all(schema: Any, parts: Iterable[Any], path: str) -> Any:
+    return functools.reduce(lambda one, other: merged(one, other, path), parts, schema)
+
+
+def _types(schema: Schema) -> list[str]:
+    given = schema.get("type")
+    if given is None:
+        implied = [name for name, words in _IMPLIED.items() if schema.keys() & words.split()]
+        given = implied or [name for name in _TYPES if name != "integer"]
+    names = _listed(given)
+    return [name for name in names if name != "integer" or "number" not in names]
+
+
+def _by_name(parts: Any) -> dict[Any, Any]:
+    return dict(enumerate(parts)) if isinstance(parts, list) else parts
+
+
+def _parts(schema: Schema, kind: str, default: Any) -> tuple[dict[Any, Any], Any]:
+    """Returns the schemas of the named parts and of the others."""
+    known, rest, unevaluated = _PARTS[kind]
+    found, others = schema.get(known, {}), schema.get(rest, schema.get(unevaluated, default))
+    if isinstance(others, list):  # of older drafts
+        found, others = others, schema.get("additionalItems", default)
+    return _by_name(found), others
+
+
 def _joined(one: tuple[Any, Any], other: tuple[Any, Any]) -> Any:
     """Joins the named parts of two schemas; a part that one of them does not name is an additional one for it."""
-    sides = [
-        (dict(enumerate(known)) if isinstance(known, list) else known, rest) for known, rest in (one, other)
-    ]
+    sides = [(_by_name(known), rest) for known, rest in (one, other)]
     names = {**sides[0][0], **sides[1][0]}
     found = {name: _all_of(*(known.get(name, rest) for known, rest in sides)) for name in names}
     return [*found.values()] if list in (type(one[0]), type(other[0])) else found
@@ -615,10 +644,9 @@ def _without(schema: Schema, name: str) -> Schema:
     return {key: value for key, value in schema.items() if key != name}
 
 
-def _expect(right: Any, where: str, expected: str, given: Any) -> bool:
+def _expect(right: Any, where: str, expected: str, given: Any) -> None:
     if not right:
         raise GrammarError(f"JSON schema: {where} is {_shown(given)}; expected {expected}")
-    return True
 
 
 def _shown(value: Any) -> str:

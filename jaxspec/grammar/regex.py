@@ -6,7 +6,7 @@ import re
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from jaxspec.grammar.automaton import UNICODE, GrammarError, Nodes, Ranges
+from jaxspec.grammar.automaton import UNICODE, GrammarError, Nodes, Ranges, both
 
 _CLASSES: dict[str, Ranges] = {
     "CATEGORY_DIGIT": [(0x30, 0x39)],
@@ -54,17 +54,26 @@ class Regex:
         """Returns the node that reads a text in which the expression matches somewhere."""
         return self._alternatives(list(self._tree), end, self._tree.state.flags, search=True)
 
-    def _alternatives(self, items: list[Any], end: int | None, flags: int, search: bool) -> int | None:
-        """Anchors are possible at both ends of an alternative of the whole expression."""
-        if len(items) == 1 and str(items[0][0]) == "BRANCH":
+    def _alternatives(
+        self, items: list[Any], end: int | None, flags: int, search: bool, begins: bool = False
+    ) -> int | None:
+        """Anchors are possible at both ends of an alternative of the whole expression, and look-aheads at its begin."""
+        anchored = bool(items) and self._is_anchor(items[0], _BEGINS)
+        items, begins = items[anchored:], begins or anchored
+        value: Any
+        name, value = (str(items[0][0]), items[0][1]) if items else ("", None)
+        if len(items) == 1 and name == "BRANCH":
             return self._nodes.either(
-                *(self._alternatives(list(one), end, flags, search) for one in items[0][1][1])
+                *(self._alternatives([*one], end, flags, search, begins) for one in value[1])
             )
-        if len(items) == 1 and str(items[0][0]) == "SUBPATTERN":
-            _, add, remove, inside = items[0][1]
-            return self._alternatives(list(inside), end, (flags | add) & ~remove, search)
-        begins = bool(items) and self._is_anchor(items[0], _BEGINS)
-        items = items[begins:]
+        if len(items) == 1 and name == "SUBPATTERN":
+            return self._alternatives([*value[3]], end, (flags | value[1]) & ~value[2], search, begins)
+        if "ASSERT" in name and value[0] > 0 and (begins or not search):
+            parts = (items[1:], search), ([*value[1]], True)
+            builds = [
+                lambda to, part=part: self._alternatives(part[0], to, flags, part[1], True) for part in parts
+            ]
+            return both(self._nodes, builds, end, name == "ASSERT_NOT")
         ends = bool(items) and self._is_anchor(items[-1], _ENDS)
         items = items[: len(items) - ends]
         if search and not ends:
@@ -96,10 +105,11 @@ class Regex:
             low, high, inside = value
             most = None if high == _parser.MAXREPEAT else int(high)
             return nodes.repeat(lambda to: self._sequence(inside, to, flags), int(low), most, end)
-        what = {"AT": "an anchor or `\\b` inside", "GROUPREF": "a reference to a group"}.get(name)
+        known = {"AT": "an anchor or `\\b` inside", "GROUPREF": "a reference to a group"}
+        what = "a look-around inside" if "ASSERT" in name else known.get(name, name.lower().replace("_", " "))
         raise GrammarError(
-            f"the regular expression {self._shown} has {what or name.lower().replace('_', ' ')}, "
-            "which cannot be expressed as a finite table; write it without"
+            f"the regular expression {self._shown} has {what}, which cannot be expressed as a finite table; "
+            "write it without"
         )
 
     def _ranges(self, name: str, value: Any, flags: int) -> Ranges:

@@ -44,11 +44,7 @@ class TokenTable:
         return self.class_of.nbytes + self.next.nbytes + self.final.nbytes
 
 
-def token_table(
-    following: np.ndarray,
-    final: np.ndarray,
-    tokens: Sequence[bytes | None],
-) -> TokenTable:
+def token_table(following: np.ndarray, final: np.ndarray, tokens: Sequence[bytes | None]) -> TokenTable:
     """Returns the automaton over tokens.
 
     A token is a function from states to states, composed of those of its bytes. All tokens are composed together, byte

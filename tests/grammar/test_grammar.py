@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import ipaddress
 import itertools
 import json
 import random
 import re
 import threading
+import uuid
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
+from typing import Annotated, Literal, Optional
 
 import jsonschema
 import numpy as np
@@ -126,6 +130,7 @@ PATTERNS = [
     *(
         "^ab$",
         "(^a|b$)",
+        "^ab$|^c$",
         "a.c",
         r"[\w-]+",
         "(?i)aB|[x-z]",
@@ -135,6 +140,12 @@ PATTERNS = [
         "a||b",
         r"[^\W\d]",
         "(?s).",
+    ),
+    *(
+        "^(?=.*[a-d])(?=.*[1x]).{2,}$",
+        "^(?!^[ab]*$)(?!.*c)a|x$",
+        "^(?!a|b$)(?=.)b?|^(?=)b",
+        "^(?!$)((?=ab)a|c)",
     ),
     *("日|本[x日]", "(?P<n>a)b", "(?<n>a)b", "(a|b)*a(a|b){3}"),
 ]
@@ -248,6 +259,16 @@ def test_random_schemas(seed):
         assert all(accepts(made, text.encode()) for text in layouts(value))
     for value in values:
         assert check.is_valid(value) or not any(accepts(made, text.encode()) for text in layouts(value))
+    # As constants, exactly the values that match are allowed, in any order of their keys.
+    values = [{}, *values[:40], *[value for value in values if check.is_valid(value)][:8]]
+    constants = {"allOf": [schema, {"enum": values}]}
+    if any(map(check.is_valid, values)):
+        made = table(Grammar.json_schema(constants))
+        for value in values:
+            assert accepts(made, json.dumps(value, ensure_ascii=False).encode()) == check.is_valid(value)
+    else:
+        with pytest.raises(GrammarError, match="no text matches"):
+            table(Grammar.json_schema(constants))
 
 
 def text_ids(used, text: str) -> list[int]:
@@ -451,7 +472,7 @@ def test_any_object_and_the_other_kinds():
         (lambda: Grammar.regex("a", after=5), "`after` is 5; give a text"),
         (lambda: table(Grammar.regex("a", after="\ud800")), "a character that is no text"),
         (lambda: table(Grammar("xml")), "kind is 'xml'; expected json_schema"),
-        (lambda: table(Grammar.regex("a(?!b)")), "has assert not, which cannot be expressed"),
+        (lambda: table(Grammar.regex("a(?!b)")), "has a look-around inside, which cannot be expressed"),
     ):
         with pytest.raises(GrammarError, match=line):
             wrong()
@@ -466,17 +487,43 @@ def test_a_pydantic_class():
     pydantic = pytest.importorskip("pydantic")
 
     class Item(pydantic.BaseModel):
+        kind: Literal["item"]
         name: str = pydantic.Field(min_length=1)
         price: float = pydantic.Field(ge=0, le=10)
+        page: pydantic.HttpUrl | None = None
+
+    class Gift(pydantic.BaseModel):
+        kind: Literal["gift"] = "gift"
+        day: datetime.date | None
+        pair: tuple[int, Literal["a", 1]]
 
     class Order(pydantic.BaseModel):
-        number: int
-        items: list[Item] = pydantic.Field(max_length=2)
+        number: uuid.UUID
+        items: list[Annotated[Item | Gift, pydantic.Field(discriminator="kind")]] = pydantic.Field(
+            max_length=2
+        )
+        first: Optional[Optional[Gift]] = None  # noqa: UP045 as users write it
         note: str | None = None
+        code: pydantic.constr(pattern=r"^[A-Z]{2}\d$") = "AB1"
+        sizes: pydantic.conlist(int, min_length=1, max_length=3) = pydantic.Field([1])
+        total: Decimal = pydantic.Field(ge=0, default=Decimal("1.5"))
+        host: ipaddress.IPv4Address | None = None
         extra: dict[str, bool] | None = None
 
     made = table(Grammar.json_schema(Order))
-    for text in walk_texts(made):
+    for text in walk_texts(made, 10):
         Order.model_validate_json(text)
-    order = Order(number=1, items=[Item(name="a", price=0.5)], extra={"b": True})
+    gift = {"kind": "gift", "day": "2024-02-28", "pair": [1, "a"]}
+    item = {"kind": "item", "name": "a", "price": 0.5, "page": "https://example.org/a"}
+    order = Order(
+        number=uuid.UUID(int=5), items=[gift, item], first=gift, host="127.0.0.1", extra={"b": True}
+    )
     assert accepts(made, order.model_dump_json().encode())
+    for given, line in (
+        (set[int], r"\$\.uniqueItems"),
+        (dict[pydantic.constr(pattern="^a"), int], r"\$\.patternProperties"),
+    ):
+        with pytest.raises(
+            GrammarError, match=f"{line} cannot be expressed as a finite table; write the schema without"
+        ):
+            table(Grammar.json_schema(pydantic.TypeAdapter(given).json_schema()))
