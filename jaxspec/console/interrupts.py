@@ -58,6 +58,11 @@ def leave_at_once(program: str, status: int = INTERRUPTED) -> None:
     os._exit(status)
 
 
+def signal_name(number: int) -> str:
+    """Returns the name by which users know a signal, such as Ctrl-C."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
 def is_first_line() -> bool:
     """Returns True at the first call in this process: the caller then writes the line about the interrupt."""
     first, _Program.said = not _Program.said, True
@@ -175,13 +180,11 @@ class Interruptible:
         if number == signal.SIGTERM and _Program.at_sigterm is not None:
             say(_Program.at_sigterm)
             os._exit(128 + number)
-        threading.Thread(target=self._wait, name="busy", daemon=True).start()
+        threading.Thread(target=self._wait, args=(signal_name(number),), name="busy", daemon=True).start()
 
-    def _wait(self) -> None:
+    def _wait(self, name: str) -> None:
         if not self._raised.wait(_BUSY_S):
-            say(
-                f"{self._program}: interrupted; it ends after what is running now, a second Ctrl-C ends it at once"
-            )
+            say(f"{self._program}: interrupted; it ends after what runs now, a second {name} ends it at once")
 
 
 def _in_main_thread() -> bool:

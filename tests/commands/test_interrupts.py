@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
 import weakref
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_a_busy_process_says_so_and_a_second_interrupt_ends_it():
     running = process("-c", BUSY)
     assert running.stdout.readline() == "ready\n"
     running.send_signal(signal.SIGINT)
-    said = "program: interrupted; it ends after what is running now, a second Ctrl-C ends it at once\n"
+    said = "program: interrupted; it ends after what runs now, a second Ctrl-C ends it at once\n"
     assert running.stderr.readline() == said
     running.send_signal(signal.SIGINT)
     assert running.communicate(timeout=60) == ("", "")
@@ -147,23 +148,31 @@ def test_training_answers_the_first_signal_at_once_and_ends_at_the_second(monkey
     said, ended = [], []
     monkeypatch.setattr(interrupts, "leave_at_once", lambda program, status: ended.append(status))
     before = signal.getsignal(signal.SIGINT)
-    with StopSignal(say=lambda: said.append("finishing")) as stop:
+    with StopSignal(say=lambda number: said.append(interrupts.signal_name(number))) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         waited(said)
-        assert (said, stop.received, ended) == (["finishing"], signal.SIGTERM, [])
+        assert (said, stop.received, ended) == (["SIGTERM"], signal.SIGTERM, [])
         os.kill(os.getpid(), signal.SIGTERM)  # `timeout` signals the process and also its group
         monkeypatch.setattr(interrupts, "_SAME_S", -1.0)
         os.kill(os.getpid(), signal.SIGINT)
         waited(ended)
     assert ended[-1] == 130
-    assert said == ["finishing"]
+    assert said == ["SIGTERM"]
+    loop = types.SimpleNamespace(done=4, say=said.append)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        training_loop.Loop._stopping(None, loop, number)
+    lines = [
+        f"finishing step 5, checkpoint follows; a second {name} ends at once"
+        for name in ("SIGTERM", "Ctrl-C")
+    ]
+    assert said[1:] == lines
     assert stop.received == signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_training_releases_what_the_line_about_a_signal_refers_to():
-    loop = type("Loop", (), {"say": lambda self: None})()
+    loop = type("Loop", (), {"say": lambda self, number: None})()
     kept = weakref.ref(loop)
     gc.disable()
     try:

@@ -15,15 +15,15 @@ class StopSignal:
 
     Args:
       program: the beginning of the line that a second signal prints.
-      say: called from another thread as soon as the first signal arrives, because a step or compilation may take
-        long.
+      say: called from another thread with the number of the first signal, as soon as it arrives, because a step or
+        compilation may take long.
 
     Attributes:
       received: the number of the first signal; None if none came.
       at: the time at which it came, `time.monotonic` in seconds.
     """
 
-    def __init__(self, program: str = "training", say: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, program: str = "training", say: Callable[[int], None] = lambda number: None) -> None:
         self.received: int | None = None
         self.at: float | None = None
         self._program, self._say = program, say
@@ -42,7 +42,7 @@ class StopSignal:
 
     def _first(self, number: int) -> None:
         self.at = time.monotonic()
-        self._say()
+        self._say(number)
 
     def _receive(self, number: int, frame: Any) -> None:
         self.received = self.received or number

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
+from jaxspec.console import interrupts
 from jaxspec.console.errors import Failed, one_line
 from jaxspec.host import processes
 from jaxspec.host.files import full_reason
@@ -162,7 +163,7 @@ class Loop:
         reason: Literal["steps", "minutes", "interrupted"] = "steps"
         try:
             progress = Progress(self.console, "step", options.steps, step)
-            with StopSignal(say=lambda: self._stopping(progress)) as stop, progress:
+            with StopSignal(say=lambda number: self._stopping(progress, number)) as stop, progress:
                 while step < options.steps and reason == "steps":
                     state, record = self._step(state, step, progress)
                     step += 1
@@ -192,9 +193,10 @@ class Loop:
         exports = stop.received != signal.SIGTERM and self.checkpoints.measured()
         return Result(step, reason, self._seconds(), stop.received, saved_s, exports)
 
-    def _stopping(self, progress: Progress) -> None:
+    def _stopping(self, progress: Progress, number: int) -> None:
         """Reports a signal before the current step is finished."""
-        progress.say(f"finishing step {progress.done + 1}, checkpoint follows; a second Ctrl-C ends at once")
+        again = f"a second {interrupts.signal_name(number)} ends at once"
+        progress.say(f"finishing step {progress.done + 1}, checkpoint follows; {again}")
 
     def _seconds(self) -> float:
         """Seconds of training in this process."""

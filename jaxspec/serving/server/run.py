@@ -210,11 +210,9 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets the requests end, and closes the connections."""
         interrupts.is_first_line()  # this line replaces the one that a busy process writes
-        count = self._engine.num_jobs
-        self._report(
-            f"finishing {count} request{'' if count == 1 else 's'} within {self._timeout_s:g} seconds; a second "
-            "Ctrl-C ends the server at once"
-        )
+        requests = "1 request" if (count := self._engine.num_jobs) == 1 else f"{count} requests"
+        again = f"a second {interrupts.signal_name(self.signal or signal.SIGINT)} ends the server at once"
+        self._report(f"finishing {requests} within {self._timeout_s:g} seconds; {again}")
         self._engine.drain(self._timeout_s)
         await super().shutdown(sockets)
 
