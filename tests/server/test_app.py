@@ -480,11 +480,26 @@ def test_names_of_the_model_and_the_line_of_a_request():
         assert asked(http, URL, prompt="ab", max_tokens=2, model="b", n=2)["model"] == "gpt-4o-mini"
         answer = http.post(URL, json={"prompt": "ab", "model": "tiny"})
         assert "this server has 'gpt-4o-mini', 'b'" in answer.json()["error"]["message"]
-    (line,) = lines
+    line, refused = lines
     wanted = (
         r"/v1/completions: 2 prompt tokens, 4 tokens in .* s \(.* tokens/s\), 0 of 0 draft tokens accepted"
     )
     assert re.fullmatch(wanted, line)
+    assert refused == "/v1/completions: status 404: model is 'tiny'; this server has 'gpt-4o-mini', 'b'"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_scheduler_refuses_is_not_an_aborted_one(stream):
+    class Refusing(FakeScheduler):
+        def add(self, **arguments):
+            raise ValueError("the prompt is too long")
+
+    lines: list[str] = []
+    app, _ = application(Refusing, report=lines.append)
+    with client(app) as http:
+        answer = http.post(URL, json={"prompt": "ab", "max_tokens": 2, "stream": stream})
+        assert (answer.status_code, lines) == (400, ["/v1/completions: status 400: the prompt is too long"])
+        assert "request_success_total{" not in http.get("/metrics").text
 
 
 @pytest.mark.parametrize("name", ["embeddings", "responses"])

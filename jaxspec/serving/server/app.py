@@ -92,7 +92,7 @@ class Settings:
       time_limit_s: the maximum number of seconds from a request to the end of its response.
       allowed: the methods, with their options, that requests may name beside `method`; None for all.
       names: the names under which requests may name the model, the first in responses; () for the model's own.
-      report: called with a line at the end of each request for texts.
+      report: called with a line at the end of each request for texts, also of one that is refused.
     """
 
     method: Method
@@ -229,7 +229,7 @@ class Api:
     async def generate(self, url: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request for completions."""
         deadline = asyncio.get_running_loop().time() + self._settings.time_limit_s
-        request, api = Request(scope, receive), None
+        request, api, job = Request(scope, receive), None, None
         try:
             async with asyncio.timeout_at(deadline):
                 api = await asyncio.to_thread(request_of, url, await self._body(request))
@@ -244,15 +244,17 @@ class Api:
                 if flag("exact", api.options.get("exact", False)):
                     await asyncio.wrap_future(self._slow.submit(self._lm.check_exact))
                 job = self._engine.submit(rows, prompts.ids if api.echo and api.logprobs else ())
-        except EXPECTED as error:
-            raise refused(error, api) from None
-        try:
             responses = Responses(api, secrets.token_hex(12), int(time.time()), self._names[0])
             exchange = Exchange(api, job, Answer(self._lm, api, prompts, job), responses, deadline)
             await exchange.respond(scope, receive, send)
-        finally:
-            self._engine.leave(job)
             self._settings.report(f"{url}: {summary(job)}")
+        except EXPECTED as error:
+            found = refused(error, api)
+            self._settings.report(f"{url}: status {found.status}: {found}")
+            raise found from None
+        finally:
+            if job is not None:
+                self._engine.leave(job)
 
     def _check(self, api: ApiRequest) -> None:
         self._check_model(api.model)

@@ -254,6 +254,8 @@ class EngineThread:
                     job.timings[row].take(piece, now)
                 if self._observer is not None:
                     self._observer.took(job, new)
+            elif isinstance(new, (ValueError, OSError)):
+                self._jobs.remove(job)  # the scheduler has refused it: nobody has aborted it
             job.put(new)
 
     # In the thread

@@ -140,9 +140,7 @@ def summary(job: Job) -> str:
         for name in ("prompt_", "", "draft_", "accepted_")
     )
     seconds = time.perf_counter() - job.arrived
-    methods = ", ".join(
-        dict.fromkeys(piece.result.drafted_by for piece in pieces if piece.result is not None)
-    )
+    methods = ", ".join({one.result.drafted_by: 0 for one in pieces if one.result is not None})
     return (
         f"{prompt} prompt tokens, {tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s), {accepted} of "
         f"{drafts} draft tokens accepted{methods and f'; {methods}'}{'' if job.ended else '; not complete'}"
