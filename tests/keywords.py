@@ -47,7 +47,7 @@ def text() -> str:
         for field in dataclasses.fields(method):
             found.setdefault(field.name, [])
             found[field.name] += [one for one in _shown(hints[field.name]) if one not in found[field.name]]
-    lines += [f"    {name}: {_ordered(kinds)}" for name, kinds in sorted(found.items())]
+    lines += [f"    {name}: {_ordered(_widest(kinds))}" for name, kinds in sorted(found.items())]
     return _HEAD + "\n".join(lines) + "\n"
 
 
@@ -64,6 +64,16 @@ def _shown(hint: Any) -> list[str]:
     if hint is type(None):
         return ["None"]
     return [str(hint) if arguments else hint.__name__]
+
+
+def _widest(kinds: list[str]) -> list[str]:
+    """Leaves out each literal type of which another has all values."""
+    parts = [(one.partition("'")[0], set(one.split("'")[1::2])) for one in kinds]
+    return [
+        one
+        for one, (begin, values) in zip(kinds, parts, strict=True)
+        if not any(begin == other and values < wider for other, wider in parts)
+    ]
 
 
 def _ordered(members: list[str]) -> str:

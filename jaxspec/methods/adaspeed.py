@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from jaxspec.methods.chain import StopName
+from jaxspec.methods.chain import ProbedName
 from jaxspec.methods.layerskip import LayerSkip
 
 
@@ -21,7 +21,7 @@ class AdaSPEED(LayerSkip):
     """
 
     name: ClassVar[str] = "adaspeed"
-    usual_rule: ClassVar[StopName] = "product"
+    usual_rule: ClassVar[ProbedName] = "product"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,4 +37,4 @@ class AdaSPEEDProbe(LayerSkip):
 
     name: ClassVar[str] = "adaspeed-probe"
     needs: ClassVar[str] = "a probe: `python -m training.probe`, or probe=FILE"
-    usual_rule: ClassVar[StopName] = "probe"
+    usual_rule: ClassVar[ProbedName] = "probe"

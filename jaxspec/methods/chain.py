@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from jaxspec.protocol import StopRule
     from jaxspec.stopping import Estimate, Gamma
 
-StopName = Literal["constant", "confidence", "product", "probe", "adaptive-length"]
+StopName = Literal["constant", "confidence", "product", "adaptive-length"]
+# Those of drafts that have a probe, or a head that predicts the acceptance.
+ProbedName = Literal["constant", "confidence", "product", "probe", "adaptive-length"]
 # The default γ0 of the rules with a γ.
 _THRESHOLDS = {"confidence": 0.6, "product": 0.8, "probe": 0.8}
 # Options that only some stop rules read.
@@ -35,11 +37,10 @@ class ChainMethod(DraftingMethod):
 
     Attributes:
       stop_rule: when to stop before K tokens: constant (never), confidence (the probability of the last draft token is
-        below gamma), product (the product of all probabilities of the draft is below gamma), probe (the same with the
-        probabilities of a probe, or of dspark's confidence head), adaptive-length (5 tokens, + 2 after a fully accepted
-        draft, − 1 after any other).
-        With several rules, the first one to apply stops the draft.
-      gamma: the initial γ of confidence, product and probe, 0 to 1. Default 0.6, for product and probe 0.8.
+        below gamma), product (the product of all probabilities of the draft is below gamma), adaptive-length (5 tokens,
+        + 2 after a fully accepted draft, − 1 after any other). With several rules, the first one to apply stops the
+        draft.
+      gamma: the initial γ of the rules with one, 0 to 1. Default 0.6, for products 0.8.
       adaptive_gamma: adapt γ to the acceptance rate, as in Draft & Verify.
       draft_vocab: draft only the N most frequent tokens of the ranking in the model's directory (made by
         `jaxspec vocab`), or the tokens of a file. The text stays the same; with a large vocabulary a draft costs much
@@ -56,7 +57,7 @@ class ChainMethod(DraftingMethod):
       ('ProductBelow', 12)
     """
 
-    usual_rule: ClassVar[StopName] = "constant"
+    usual_rule: ClassVar[ProbedName] = "constant"
 
     stop_rule: tuple[StopName, ...] = ()
     gamma: float | None = None
@@ -82,7 +83,7 @@ class ChainMethod(DraftingMethod):
         return {"num_draft_tokens": "5, or 12 with a stop rule", "stop_rule": cls.usual_rule}
 
     @property
-    def rules(self) -> tuple[StopName, ...]:
+    def rules(self) -> tuple[ProbedName, ...]:
         """The given stop rules, or the method's default."""
         return self.stop_rule or (self.usual_rule,)
 
@@ -92,11 +93,8 @@ class ChainMethod(DraftingMethod):
         """Makes the stop rule, and K, which is larger by default for rules that end a draft early.
 
         Args:
-          probe: makes the probe of the rule `probe`; None for drafts without a single exit.
+          probe: makes the probe of the rule `probe`; None for methods that do not take this rule.
           usual: default of K; None for 5, or 12 with a stop rule.
-
-        Raises:
-          ValueError: the rule is `probe`, but the draft has no single exit.
         """
         import jax.numpy as jnp
 
@@ -113,11 +111,7 @@ class ChainMethod(DraftingMethod):
             elif name == "product":
                 rules.append(ProductBelow(self._gamma(name)))
             elif name == "probe":
-                if probe is None:
-                    raise ValueError(
-                        "stop_rule='probe' needs a draft that always exits at one layer or a head that predicts its "
-                        "acceptance; choose layerskip, adaspeed, adaspeed-probe or dspark"
-                    )
+                assert probe is not None, f"{self.name} makes no probe"
                 rules.append(ProductBelow(self._gamma(name), probe()))
         if not rules:
             return Constant(), length
@@ -177,7 +171,7 @@ class ChainMethod(DraftingMethod):
         ranking = vocabulary_file.read_vocabulary(path, target.fingerprint, target.config.vocab_size)
         return ranking.first(count)
 
-    def _gamma(self, rule: StopName) -> Gamma:
+    def _gamma(self, rule: ProbedName) -> Gamma:
         """Makes the γ of a stop rule, fixed or adaptive."""
         import jax
         import jax.numpy as jnp

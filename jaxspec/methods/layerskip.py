@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods.base import Method, layers_of, option
-from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.chain import ChainMethod, ProbedName
 from jaxspec.methods.files import directories, file_of
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
@@ -27,6 +27,10 @@ class LayerSkip(ChainMethod):
       exit_layer: draft with the first E layers. Default: a quarter of them.
       probe: the file of the stop rule `probe`, instead of the one in the model's directory. Made by
         `python -m training.probe`.
+      stop_rule: when to stop before K tokens: constant (never), confidence (the probability of the last draft token is
+        below gamma), product (the product of all probabilities of the draft is below gamma), probe (the same with the
+        estimates of a probe), adaptive-length (5 tokens, + 2 after a fully accepted draft, − 1 after any other). With
+        several rules, the first one to apply stops the draft.
 
     Examples:
       >>> LayerSkip(exit_layer=3, num_draft_tokens=4)
@@ -38,6 +42,7 @@ class LayerSkip(ChainMethod):
 
     exit_layer: int | None = option(None, metavar="E")
     probe: FilePath | None = option(None, metavar="FILE")
+    stop_rule: tuple[ProbedName, ...] = ()  # type: ignore[assignment]
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its only possible parameter is a draft vocabulary."""

@@ -25,7 +25,7 @@ import jaxspec
 import training
 from jaxspec.cli import main
 from jaxspec.cli.generate import Generate, coloured
-from jaxspec.cli.methods import made_of, names
+from jaxspec.cli.methods import made_of, names, parse_run
 from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import in_options
 from jaxspec.console.parsing import option_names, parse_as
@@ -699,6 +699,19 @@ def test_help_shows_the_options_of_a_method(run, method):
     for option in option_names(registry.find(method)).values():
         assert re.search(rf"^  {option}[ ,].*\n* +\S", out, re.MULTILINE)
     assert f"Method {method}: {registry.find(method).summary()}" in " ".join(out.split())
+    # The offered choices are those that the method takes.
+    for option, choices in re.findall(r"^  --([a-z-]+) \{([^}]*)\}", out, re.MULTILINE):
+        if option.replace("-", "_") in registry.find(method).options():
+            for choice in "".join(choices.split()).split(","):
+                parse_run(f"{method} --{option} {choice}")
+    with_probe = (
+        "adaspeed",
+        "adaspeed-probe",
+        "dspark",
+        "hybrid",
+        "layerskip",
+    )  # by default hybrid has layerskip
+    assert (re.search(r"[,{ ]probe[,} ]", out) is not None) == (method in with_probe)
 
 
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), ("200", 80), ("1", 53)])

@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_one_line(target, tmp_path):
         ),
         (
             {"draft": draft, "stop_rule": "probe"},
-            "stop_rule='probe' needs a draft that always exits at one layer",
+            "unknown stop_rule 'probe'; give one of constant, confidence",
         ),
         ({"draft": draft, "gamma": 0.3}, "s2d with stop_rule=adaptive-length has no option `gamma`"),
         ({"draft": draft, "draft_exit": 2}, "has no option `draft_exit`"),

@@ -98,7 +98,7 @@ def test_any_stop_rule_goes_with_any_draft():
         ("adaspeed", {"gamma": 1.2}, "gamma is 1.2; give a number from 0 to 1"),
         ("layerskip", {"gamma": 0.5}, "layerskip with stop_rule=constant has no option `gamma`"),
         ("layerskip", {"plan": "x"}, "has no option `plan`"),
-        ("asd", {"stop_rule": ("probe",)}, "stop_rule='probe' needs a draft that always exits at one layer"),
+        ("asd", {"stop_rule": ("probe",)}, "unknown stop_rule 'probe'; give one of constant, confidence"),
         ("draft-verify", {}, "draft-verify needs a plan; make one with `jaxspec search`"),
         ("adaspeed-probe", {}, "the model is in memory only and has no probe file; give probe=FILE"),
     ],

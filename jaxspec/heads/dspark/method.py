@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.heads.dflash.method import DFlash
 from jaxspec.methods.base import Method, layers_of
+from jaxspec.methods.chain import ProbedName
 from jaxspec.methods.resources import LoadedHead, LoadedModel, Resources
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 class DSpark(DFlash):
     """As dflash, with a low-rank bias by the token before and a predicted acceptance (DSpark, 2026).
 
-    With the stop rule `probe`, a draft ends when the product of the acceptances that the head predicts is below gamma.
+    Attributes:
+      stop_rule: when to stop before K tokens: constant (never), confidence (the probability of the last draft token is
+        below gamma), product (the product of all probabilities of the draft is below gamma), probe (the same with the
+        acceptances that the head predicts), adaptive-length (5 tokens, + 2 after a fully accepted draft, − 1 after any
+        other). With several rules, the first one to apply stops the draft.
 
     Examples:
       >>> DSpark(draft="deepseek-ai/dspark_qwen3_8b_block7", stop_rule="probe")
@@ -31,6 +36,8 @@ class DSpark(DFlash):
     needs: ClassVar[str] = "a head of DSpark: draft=DIR, or heads/dspark beside the model"
     may_pay: ClassVar[bool] = True
     independent: ClassVar[bool] = False
+
+    stop_rule: tuple[ProbedName, ...] = ()  # type: ignore[assignment]
 
     def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
         """Returns the method with this K, see DFlash. By default, a predicted acceptance ends its drafts."""
@@ -46,9 +53,7 @@ class DSpark(DFlash):
 
         def predicted() -> Confidence:
             if head.confidence == "none":
-                raise ValueError(
-                    "stop_rule='probe' needs a head that predicts the acceptance; choose another stop_rule"
-                )
+                raise ValueError("stop_rule='probe' needs a head that predicts the acceptance; give another")
             return Confidence()
 
         return Drafting(target.config, head, *self.block(head, predicted))
