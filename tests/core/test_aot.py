@@ -89,7 +89,7 @@ def reported(topology, drafter, bits, shape, dtype, every_option, kv_cache_dtype
     return report(programs, chips.accelerator, build(programs.rounds, programs.options))
 
 
-@pytest.mark.representatives("auto", "eagle3", "layerskip", "ngram", "s2d", "token-recycling", "uno")
+@pytest.mark.representatives("auto", "eagle3", "layerskip", "s2d", "token-recycling", "uno")
 @pytest.mark.parametrize("name", METHODS)
 def test_no_cache_and_no_weight_is_copied(name):
     """On one chip; the matrix unit computes all products with weights, also those of a single row."""
