@@ -59,7 +59,7 @@ def estimated_ms(device: jax.Device, one: Loop) -> float | None:
     figures = published(device.device_kind)
     if figures is None or figures.is_gpu:
         return None
-    module = hlo.parse(one.program())
+    module = hlo.parse(one.program().as_text())
     found = cycles.estimate(module, main_loop(module), figures)
     return None if found is None else 1e3 * found["round"]["cycles"] / figures.clock
 

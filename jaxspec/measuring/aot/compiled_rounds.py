@@ -26,14 +26,7 @@ _TRIPS, _VERIFY = re.compile(r"trips_(\d+)"), re.compile(r"verify_(\d+)")
 _LAYER = re.compile(r"\blayer_\d+\b")
 _Kind = TypeVar("_Kind")
 # Instructions that start no kernel on a GPU.
-_STARTS_NOTHING = {
-    *HANDED_ON,
-    "constant",
-    "optimization-barrier",
-    "after-all",
-    "async-start",
-    "async-update",
-}
+_STARTS_NOTHING = {*HANDED_ON, "constant", "optimization-barrier", "after-all", "async-start", "async-update"}
 
 
 def main_loop(module: Module) -> Instruction:

@@ -67,7 +67,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda step: None
         timed["long"] = SubmodelSteps(lm, every, live=LONG[0], capacity=LONG[1])
         rounds = {
             "loop": Steps(lm, Weights(lm.params), Autoregressive(), SHORT[1]),
-            "lookup": LookupSteps(live=SHORT[1], capacity=2 * SHORT[1]),
+            "lookup": LookupSteps(lm, live=SHORT[1], capacity=2 * SHORT[1]),
         }
         once = {name: functools.partial(steps, 1) for name, steps in timed.items()}
         _compile(lm, [*once.values(), *rounds.values()], on_progress)
@@ -114,10 +114,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda step: None
 
 @shows_progress
 def remembered_step_costs(
-    lm: LanguageModel,
-    *,
-    fresh: bool = False,
-    on_progress: OnProgress = lambda step: None,
+    lm: LanguageModel, *, fresh: bool = False, on_progress: OnProgress = lambda step: None
 ) -> tuple[StepCosts, bool]:
     """Reads the costs for this device, shape and dtype from the user's cache; measures and saves them if missing.
 

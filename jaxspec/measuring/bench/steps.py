@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
+from jaxspec.decoding import DecodeState, Parts
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
@@ -25,7 +25,6 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import put, state_shardings
 from jaxspec.programs import compiled
-from jaxspec.programs.buckets import prefill_chunk_size
 from jaxspec.protocol import Drafter, View, Weights
 from jaxspec.sampling import Greedy, seed_key
 
@@ -36,11 +35,14 @@ PREFILL = 256
 
 
 class Loop:
-    """A compiled function that is called repeatedly on its own result, such as a donated cache.
+    """A program that is called repeatedly on its own result, such as a donated cache; compiled as those that decode.
 
     Args:
-      run: (state, *arguments) → (result to wait for, next state).
+      lm: the model, which keeps the executable.
+      function: a jitted function (*given, state, *arguments) → (result to wait for, next state).
+      given: its first arguments.
       state: state of the first call.
+      static: its static arguments.
 
     Attributes:
       rounds: steps per call.
@@ -48,20 +50,20 @@ class Loop:
 
     rounds = ROUNDS
 
-    def __init__(self, run: Callable[..., tuple[Any, Any]], state: Any) -> None:
+    def __init__(self, lm: LanguageModel, function: Any, given: tuple[Any, ...], state: Any, **static: Any):
         # On a mesh with several processes, collectives of two concurrent programs could be mixed up.
-        self._run, self._state = run, jax.block_until_ready(state)
+        self._given, self._state = given, jax.block_until_ready(state)
+        self._compile = functools.partial(lm.executables.compiled, function, **static)
+        self._run: Any = None
 
-    def program(self, *arguments: Any) -> str:
-        """Compiles a call and returns its optimised HLO; `run` must be a jitted function or a partial of one."""
-        run: Any = self._run
-        run, given = (run.func, run.args) if isinstance(run, functools.partial) else (run, ())
-        text: str = run.lower(*given, self._state, *arguments).compile().as_text()
-        return text
+    def program(self, *arguments: Any) -> Any:
+        """Returns the executable of a call, compiled at the first one."""
+        self._run = self._run or self._compile(*self._given, self._state, *arguments)
+        return self._run
 
     def __call__(self, *arguments: Any) -> None:
         """Runs once; returns when the device is done."""
-        done, self._state = self._run(self._state, *arguments)
+        done, self._state = self.program(*arguments)(*self._given, self._state, *arguments)
         jax.block_until_ready(done)
 
 
@@ -81,27 +83,22 @@ class Steps(Loop):
     def __init__(
         self, lm: LanguageModel, params: Weights, drafter: Drafter, capacity: int = CAPACITY
     ) -> None:
-        parts = decoding.Parts(drafter, GreedyAcceptor(), Greedy())
-        halt = jnp.zeros(1, bool)
+        given = params, Parts(drafter, GreedyAcceptor(), Greedy())
+        static = compiled.prefill_static(lm.config, PREFILL, lm.device.platform, lm.mesh)
+        start = functools.partial(lm.executables.call, compiled.prefill, *given)
+        self.prefill = functools.partial(start, _request(lm, PREFILL, PREFILL), None, **static)
+        state, _ = start(_request(lm, LIVE, capacity), None, **(static | {"chunk_size": LIVE}))
+        super().__init__(lm, _rounds, given, state, config=lm.config, window=capacity, mesh=lm.mesh)
 
-        @functools.partial(jax.jit, static_argnames="chunk_size")
-        def start(params: Weights, request: decoding.Request, chunk_size: int) -> Any:
-            merged = lm.mesh is None
-            begun = decoding.prefill(lm.config, params, parts, request, chunk_size=chunk_size, merged=merged)
-            return compiled.constrained(lm.mesh, begun[0])
 
-        @functools.partial(jax.jit, donate_argnames="state")
-        def rounds(params: Weights, state: decoding.DecodeState) -> tuple[Any, decoding.DecodeState]:
-            state = dataclasses.replace(state, length=jnp.full(1, LIVE + 1, jnp.int32), done=halt)
-            state, emitted = decoding.run_rounds(
-                lm.config, params, parts, state, jnp.int32(ROUNDS), halt, window=capacity
-            )
-            return emitted, compiled.constrained(lm.mesh, state)
-
-        chunk_size = prefill_chunk_size(PREFILL, lm.device.platform)
-        self.prefill = functools.partial(start, params, _request(lm, PREFILL, PREFILL), chunk_size=chunk_size)
-        state = start(params, _request(lm, LIVE, capacity), chunk_size=LIVE)
-        super().__init__(functools.partial(rounds, params), state)
+@functools.partial(jax.jit, static_argnames=("config", "window", "mesh"), donate_argnums=2)
+def _rounds(
+    params: Weights, parts: Parts, state: DecodeState, *, config: LlamaConfig, window: int, mesh: Mesh | None
+) -> tuple[Any, DecodeState]:
+    halt = jnp.zeros(1, bool)
+    state = dataclasses.replace(state, length=jnp.full(1, LIVE + 1, jnp.int32), done=halt)
+    state, emitted = decoding.run_rounds(config, params, parts, state, jnp.int32(ROUNDS), halt, window=window)
+    return emitted, compiled.constrained(mesh, state)
 
 
 class SubmodelSteps(Loop):
@@ -133,27 +130,31 @@ class SubmodelSteps(Loop):
         fed = jnp.arange(3, 3 + batch_size * num_rows, dtype=jnp.int32) % lm.config.vocab_size
         fed = fed.reshape(batch_size, num_rows)
         start = jnp.full(batch_size, live - num_rows, jnp.int32)
-        run = functools.partial(_submodel_steps, lm.config, plan, head, lm.mesh, lm.params, fed, start)
+        given, static = (
+            (lm.params, fed, start),
+            {"config": lm.config, "plan": plan, "head": head, "mesh": lm.mesh},
+        )
         # The first state needs the placement of a returned state, otherwise the second call would compile again.
         place = lm.device if lm.mesh is None else state_shardings(lm.mesh, cache)
-        super().__init__(run, put(cache, place))
+        super().__init__(lm, _submodel_steps, given, put(cache, place), **static)
 
     def __call__(self, count: int = ROUNDS) -> None:
         """Runs `count` steps; returns when the device is done."""
         super().__call__(jnp.int32(count))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=7)
+@functools.partial(jax.jit, static_argnames=("config", "plan", "head", "mesh"), donate_argnums=3)
 def _submodel_steps(
-    config: LlamaConfig,
-    plan: LayerPlan,
-    head: bool,
-    mesh: Mesh | None,
     params: llama.Params,
     fed: jax.Array,
     start: jax.Array,
     cache: KVCache,
     count: jax.Array,
+    *,
+    config: LlamaConfig,
+    plan: LayerPlan,
+    head: bool,
+    mesh: Mesh | None,
 ) -> tuple[jax.Array, KVCache]:
     def step(_: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         token, cache = carry
@@ -172,29 +173,29 @@ class LookupSteps(Loop):
     """A few draft lookups of `ngram` in a text of `capacity` slots.
 
     Args:
+      lm: the model, on whose device the lookups run.
       live: tokens of the text.
       capacity: slots of the text buffer.
     """
 
-    def __init__(self, live: int, capacity: int) -> None:
-        drafter, keys = NGram(), jax.random.split(seed_key(0), 1)
-        tokens = jnp.arange(capacity, dtype=jnp.int32)[None] % live
+    def __init__(self, lm: LanguageModel, live: int, capacity: int) -> None:
+        given = NGram(), jax.random.split(seed_key(0), 1)
+        super().__init__(lm, _lookups, given, jnp.arange(capacity, dtype=jnp.int32)[None] % live, live=live)
 
-        @jax.jit
-        def search(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-            def one(at: jax.Array, tokens: jax.Array) -> jax.Array:
-                length = jnp.full(1, live - ROUNDS, jnp.int32) + at
-                view = View(
-                    tokens, length, KVCache([], length, True, capacity, ()), jnp.full(1, capacity, jnp.int32)
-                )
-                proposal, _ = drafter.look_up(keys, view)
-                # Writing the result into the text prevents the compiler from removing a lookup.
-                return tokens.at[:, 0].set(proposal.tokens[:, 0] + proposal.count)
 
-            tokens = jax.lax.fori_loop(0, ROUNDS, one, tokens)
-            return tokens, tokens
+@functools.partial(jax.jit, static_argnames="live")
+def _lookups(drafter: NGram, keys: jax.Array, tokens: jax.Array, *, live: int) -> tuple[jax.Array, jax.Array]:
+    capacity = tokens.shape[1]
 
-        super().__init__(search, tokens)
+    def one(at: jax.Array, tokens: jax.Array) -> jax.Array:
+        length = jnp.full(1, live - ROUNDS, jnp.int32) + at
+        view = View(tokens, length, KVCache([], length, True, capacity, ()), jnp.full(1, capacity, jnp.int32))
+        proposal, _ = drafter.look_up(keys, view)
+        # Writing the result into the text prevents the compiler from removing a lookup.
+        return tokens.at[:, 0].set(proposal.tokens[:, 0] + proposal.count)
+
+    tokens = jax.lax.fori_loop(0, ROUNDS, one, tokens)
+    return tokens, tokens
 
 
 def _request(lm: LanguageModel, live: int, capacity: int) -> decoding.Request:

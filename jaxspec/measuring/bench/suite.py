@@ -332,11 +332,7 @@ class Suite:
         return lambda prompts, turn: [peer(prompt, self._seed + turn) for prompt in prompts.values()]
 
     def _records(
-        self,
-        unit: Unit,
-        prompts: Mapping[str, list[int]],
-        run: str,
-        taken: Mapping[str, list[list[Result]]],
+        self, unit: Unit, prompts: Mapping[str, list[int]], run: str, taken: Mapping[str, list[list[Result]]]
     ) -> list[Record]:
         tasks = {task.id: task for task in unit.tasks}
         records = []
