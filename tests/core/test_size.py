@@ -25,7 +25,7 @@ LINES = {
     "decoding": 544,
     "drafting": 1748,
     "engine": 1337,
-    "grammar": 1216,
+    "grammar": 1240,
     "heads": 2663,
     "host": 657,
     "io": 3880,
