@@ -18,7 +18,6 @@ from benchmarks.papers.command import Papers
 from jaxspec import load
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.distributed import ProcessOptions, join, options_in
-from jaxspec.measuring.commands.bench import Bench
 from jaxspec.measuring.line_log import LineLog
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
 
@@ -402,8 +401,6 @@ def test_what_one_process_measures():
     both = ModelOptions(mesh="model=8", processes=ProcessOptions(distributed=True))
     with pytest.raises(ValueError, match="a paper is measured by one process; leave out `distributed`"):
         Papers("sampling", model=both).run()
-    with pytest.raises(ValueError, match="`peer` transformers runs in one process; leave out `distributed`"):
-        Bench(peer="transformers", model=both).run()
 
 
 @pytest.mark.full
