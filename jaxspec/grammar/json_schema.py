@@ -516,7 +516,7 @@ def merged(one: Any, other: Any, path: str) -> Any:
                 other.setdefault(rest, other.pop(unevaluated))
     result = dict(one)
     for key, value in other.items():
-        if key not in one or one[key] == value or key in _ANNOTATIONS:
+        if key not in one or key in _ANNOTATIONS or _frozen(one[key]) == _frozen(value):
             result[key] = value
         elif key in ("anyOf", "oneOf", "$ref"):
             result["allOf"] = [*result.get("allOf", []), {key: value}]

@@ -403,6 +403,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "(?!a)b"}, "has a look-around inside"),
     ({"type": "string", "pattern": "^(?<!a)b"}, "has a look-around inside"),
     ({"type": "string", "pattern": "^(?!)a"}, "no text matches"),
+    # In Python, True == 1.
+    ({"allOf": [{"items": {"const": 1}}, {"items": {"const": True}}], "minItems": 1}, "no text matches"),
+    ({"properties": {"k": {"const": True}}, "enum": [{"k": 1}]}, "no text matches"),
     ({"type": "string", "pattern": "^(a|^b)c$"}, "has an anchor"),
     ({"type": "string", "minLength": -1}, r"\$\.minLength is -1; expected a whole number"),
     ({"type": "integer", "minimum": "3"}, r'\$\.minimum is "3"; expected a number'),
