@@ -606,15 +606,9 @@ def _metrics(path: Path) -> None:
 def _checkpoint(path: Path) -> None:
     from training.loop import checkpoints
 
-    directory = path.parent
-    for name in ("_CHECKPOINT_METADATA", "metrics/metrics"):
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_text("{}")
-    (directory / "state").mkdir(exist_ok=True)
-    (directory / "data").mkdir(exist_ok=True)
-    (directory / "data" / "metadata").write_bytes(path.read_bytes())
-    if problem := checkpoints.damage(directory):
-        raise ValueError(problem)
+    (path.parent / "_CHECKPOINT_METADATA").write_text("{}")
+    if problem := checkpoints.damage(path.parent):
+        raise ValueError(f"{path.name}: {problem}"[:300])  # a problem may name a file of the list instead
 
 
 def _windows(path: Path) -> None:
@@ -746,7 +740,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
         lambda: {name: content + b'\n{"step": 2, "loss": 1.0}\n' for name, content in JSON.items()},
         _metrics,
     ),
-    "checkpoint": ("metadata", lambda: JSON, _checkpoint),
+    "checkpoint": ("checksums.json", lambda: JSON, _checkpoint),
     "windows": ("tokens.npz", npz_files, _windows),
 }
 # Valid files, and files with damage in a part that is not read.

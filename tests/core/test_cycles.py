@@ -217,7 +217,8 @@ def test_the_clock_follows_from_the_published_peak(name, clock):
 
 def test_a_tpu_is_measured_against_its_estimate():
     """The estimate is of the program that ran; other devices have none."""
-    loop = types.SimpleNamespace(program=lambda: ROUND)
+    executable = types.SimpleNamespace(as_text=lambda: ROUND)
+    loop = types.SimpleNamespace(program=lambda: executable)
     tpu, cpu = (types.SimpleNamespace(device_kind=kind) for kind in ("TPU v5 lite", "cpu"))
     found_ms = stages.estimated_ms(tpu, loop)
     floor = 3 * (A + 4) + A + B + KV + 4

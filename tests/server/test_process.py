@@ -149,9 +149,10 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model, tmp_path):
             assert server.wait() == 0
         lines = [line.removesuffix("\n") for line in server.lines]
         requests = [line for line in lines if line.startswith("jaxspec: /v1/")]
-        assert len(requests) == 9
+        served = [line for line in requests if ": status 400: " not in line]
+        assert (len(served), len(requests)) == (9, 11)
         assert re.search(
-            r": \d+ prompt tokens, 12 tokens in .* of \d+ draft tokens accepted; ngram$", requests[0]
+            r": \d+ prompt tokens, 12 tokens in .* of \d+ draft tokens accepted; ngram$", served[0]
         )
         lines = [line for line in lines if line not in requests]
         compiled = [line for line in lines if line.startswith("jaxspec: compiled ")]
@@ -171,7 +172,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model, tmp_path):
         assert lines.index(said[1]) < lines.index(compiled[0])
         # The text may be finished when the signal arrives.
         assert finishing.replace("0 requests", "1 request") == (
-            "jaxspec: finishing 1 request within 30 seconds; a second Ctrl-C ends the server at once"
+            "jaxspec: finishing 1 request within 30 seconds; a second SIGTERM ends the server at once"
         )
 
 

@@ -277,7 +277,7 @@ def damage(checkpoint: Path) -> str | None:
         for name, expected in read_json(checkpoint / CHECKSUMS).items():
             file = checkpoint / name
             if not file.is_file():
-                return f"{file} is missing"
+                return f"{checkpoint}: {name[:100]} is missing"
             if file.stat().st_size != expected["bytes"]:
                 return f"{file} has {file.stat().st_size} bytes, {expected['bytes']} were written"
             if _checksum(file) != expected:
