@@ -23,6 +23,8 @@ Ranges = Sequence[tuple[int, int]]
 Node = int | None
 # A function from the node where a text ends to the node where it begins.
 Build = Callable[[Node], Node]
+# The next state by state and byte, -1 for none, int[S, 256], and whether a text may end in a state, bool[S].
+Table = tuple[np.ndarray, np.ndarray]
 
 
 class GrammarError(ValueError):
@@ -152,7 +154,7 @@ def intersect(some: Ranges, others: Ranges) -> list[tuple[int, int]]:
     return [(low, high) for low, high in both if low <= high]
 
 
-def deterministic(nodes: Nodes, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+def deterministic(nodes: Nodes, start: int, end: int) -> Table:
     """Returns `next` [S, 256] int16, -1 where a byte is impossible, and `final` [S] bool; the first state is the start.
 
     Raises:
@@ -208,20 +210,31 @@ def deterministic(nodes: Nodes, start: int, end: int) -> tuple[np.ndarray, np.nd
     return np.stack(rows), np.array([end in members for members in order])
 
 
-def both(nodes: Nodes, builds: Sequence[Build], end: int | None, without: bool = False) -> int | None:
-    """Returns the node that reads a text that all of the functions read; `without`: the first, but not the second."""
+def both(nodes: Nodes, builds: Sequence[Build], end: int | None) -> int | None:
+    """Returns the node that reads a text that all of the given functions read."""
     if len(builds) == 1 or end is None:
         return builds[0](end)
-    last = nodes.fresh()
-    starts = [build(last) for build in (builds[0], lambda to: both(nodes, builds[1:], to))]
-    if starts[0] is None or starts[1] is None:
-        return builds[0](end) if without else None
-    (left, left_final), (right, right_final) = (
-        deterministic(nodes, one, last) for one in starts if one is not None
-    )
-    if without:  # the other texts, with a state for those that no text of the second begins with
-        right = np.vstack([np.where(right < 0, len(right), right), np.full(256, len(right))])
-        right_final = ~np.append(right_final, False)
+    left, right = (_table(nodes, build) for build in (builds[0], lambda to: both(nodes, builds[1:], to)))
+    return None if left is None or right is None else _product(nodes, left, right, end)
+
+
+def without(nodes: Nodes, build: Build, other: Build, end: int | None) -> int | None:
+    """Returns the node that reads a text that the first function reads and the second does not."""
+    left, right = _table(nodes, build), _table(nodes, other)
+    if left is None or right is None or end is None:
+        return build(end)
+    edges, final = right  # and a state for the texts that no text of the second begins with
+    edges = np.vstack([np.where(edges < 0, len(edges), edges), np.full(256, len(edges))])
+    return _product(nodes, left, (edges, ~np.append(final, False)), end)
+
+
+def _table(nodes: Nodes, build: Build) -> Table | None:
+    start = build(last := nodes.fresh())
+    return None if start is None else deterministic(nodes, start, last)
+
+
+def _product(nodes: Nodes, one: Table, other: Table, end: int) -> int | None:
+    (left, left_final), (right, right_final) = one, other
     pairs = {(0, 0): nodes.fresh()}
     for a, b in (order := [(0, 0)]):  # grows
         edges: list[tuple[int, int, int]] = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from jaxspec.grammar.automaton import UNICODE, GrammarError, Nodes, Ranges, both
+from jaxspec.grammar.automaton import UNICODE, GrammarError, Nodes, Ranges, both, without
 
 _CLASSES: dict[str, Ranges] = {
     "CATEGORY_DIGIT": [(0x30, 0x39)],
@@ -69,11 +70,13 @@ class Regex:
         if len(items) == 1 and name == "SUBPATTERN":
             return self._alternatives([*value[3]], end, (flags | value[1]) & ~value[2], search, begins)
         if "ASSERT" in name and value[0] > 0 and (begins or not search):
-            parts = (items[1:], search), ([*value[1]], True)
-            builds = [
-                lambda to, part=part: self._alternatives(part[0], to, flags, part[1], True) for part in parts
-            ]
-            return both(self._nodes, builds, end, name == "ASSERT_NOT")
+            rest, ahead = (
+                functools.partial(self._alternatives, part, flags=flags, search=anywhere, begins=True)
+                for part, anywhere in ((items[1:], search), ([*value[1]], True))
+            )
+            if name == "ASSERT":
+                return both(self._nodes, [rest, ahead], end)
+            return without(self._nodes, rest, ahead, end)
         ends = bool(items) and self._is_anchor(items[-1], _ENDS)
         items = items[: len(items) - ends]
         if search and not ends:
