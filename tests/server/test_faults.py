@@ -354,14 +354,17 @@ def test_the_end_of_the_server_finishes_or_returns_what_runs():
         assert (status, error["code"]) == (503, "shutting_down")
 
 
-def test_errors_of_other_types_are_one_line(monkeypatch):
-    monkeypatch.setattr("jaxspec.serving.server.app.encoded", lambda *_: [][0])
+@pytest.mark.parametrize(("part", "logged"), [("encoded", 0), ("Answer", 1)])  # before and after it is a job
+def test_errors_of_other_types_are_one_line(monkeypatch, part, logged):
+    monkeypatch.setattr(f"jaxspec.serving.server.app.{part}", lambda *_: [][0])
+    lines = []
 
-    @started(FakeScheduler())
+    @started(FakeScheduler(), report=lines.append)
     async def test(app, engine):
         asked = Exchange(app, prompt="ab", max_tokens=3)
         with contextlib.suppress(IndexError):
             await asked.task
         assert asked.status == 500
         assert json.loads(asked.data)["error"]["message"] == "IndexError: list index out of range"
-        assert engine.num_open == 0
+        await until(lambda: engine.num_open == 0)
+        assert [line.endswith("; not complete") for line in lines] == [True] * logged

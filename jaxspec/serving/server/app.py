@@ -229,7 +229,7 @@ class Api:
     async def generate(self, url: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request for completions."""
         deadline = asyncio.get_running_loop().time() + self._settings.time_limit_s
-        request, api, job = Request(scope, receive), None, None
+        request, api, job, line = Request(scope, receive), None, None, None
         try:
             async with asyncio.timeout_at(deadline):
                 api = await asyncio.to_thread(request_of, url, await self._body(request))
@@ -247,14 +247,16 @@ class Api:
             responses = Responses(api, secrets.token_hex(12), int(time.time()), self._names[0])
             exchange = Exchange(api, job, Answer(self._lm, api, prompts, job), responses, deadline)
             await exchange.respond(scope, receive, send)
-            self._settings.report(f"{url}: {summary(job)}")
         except EXPECTED as error:
             found = refused(error, api)
-            self._settings.report(f"{url}: status {found.status}: {found}")
+            line = f"status {found.status}: {found}"
             raise found from None
         finally:
             if job is not None:
                 self._engine.leave(job)
+                line = line or summary(job)
+            if line:
+                self._settings.report(f"{url}: {line}")
 
     def _check(self, api: ApiRequest) -> None:
         self._check_model(api.model)
