@@ -299,7 +299,7 @@ def check_method(form, drafter):
 
 
 @pytest.mark.full
-@pytest.mark.representatives("layerskip-bfloat16", "eagle-tree-int8")
+@pytest.mark.representatives("token-recycling-float32", "layerskip-bfloat16", "eagle-tree-int8")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("drafter", tiny.DRAFTERS)
 def test_every_method_writes_the_bits_of_plain_decoding(form, drafter):
