@@ -15,6 +15,14 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+LONG_CONSTANT = {
+    "large": 1e30,
+    "deep": [[[[[[1]]]]]],
+    "day": "2024-02-29",
+    "tuple": [1, "more"],
+    "named": {"b": {}, "a": 1},
+    "more": True,
+}
 SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
     "person": (PERSON, [{"name": "Zoë", "age": 7}, {"name": "日本", "age": 150, "email": "a.b@c-d.org"}]),
     "all optional": (
@@ -158,25 +166,9 @@ SCHEMAS: dict[str, tuple[Any, list[Any]]] = {
                 "large": {"type": "number", "minimum": 1},
                 "named": {"propertyNames": {"maxLength": 1}},
             },
-            "const": {
-                "large": 1e30,
-                "deep": [[[[[[1]]]]]],
-                "day": "2024-02-29",
-                "tuple": [1, "more"],
-                "named": {"b": {}, "a": 1},
-                "more": True,
-            },
+            "const": LONG_CONSTANT,
         },
-        [
-            {
-                "large": 1e30,
-                "deep": [[[[[[1]]]]]],
-                "day": "2024-02-29",
-                "tuple": [1, "more"],
-                "named": {"b": {}, "a": 1},
-                "more": True,
-            }
-        ],
+        [LONG_CONSTANT],
     ),
     "typed enum": ({"type": "string", "enum": ["a", 1, "bcd"], "minLength": 2}, ["bcd"]),
     "any of": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, [1, None]),
