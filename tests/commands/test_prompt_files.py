@@ -9,8 +9,8 @@ import pytest
 
 from jaxspec.measuring.bench import prompts
 from jaxspec.measuring.bench.prompt_files import Task, final_number, in_turn, own_tasks, read_tasks
+from tests.data import PROMPTS
 
-PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
 FORMS = {
     "bench.jsonl": (
         [{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."], "reference": []}],

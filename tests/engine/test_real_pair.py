@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec.testing import reference
+from tests.data import MODELS
 
-MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
 TARGET, DRAFT = MODELS / "stories260K", MODELS / "llama2xs"
 OPENINGS = [
     "Once upon a time, there was a little girl named Lily.",

@@ -26,9 +26,8 @@ from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
 from jaxspec.model.sharding import with_copies
 from jaxspec.testing import reference
+from tests.data import MODELS
 from tests.families import CHANGES, family
-
-MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
 
 BASE = LlamaConfig(
     vocab_size=11,

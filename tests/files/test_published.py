@@ -13,9 +13,9 @@ from jaxspec.io import checkpoint
 from jaxspec.io.embedded import PUBLISHED, Published
 from jaxspec.io.user_data import home
 from jaxspec.loading.loading import find_model
+from tests.data import SMOLLM2 as REAL
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-REAL = Path(__file__).parents[3] / "shared" / "data" / "models" / "smollm2-135m-instruct"
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from jaxspec.io.tokenizers.tokenizer import Tokenizer, copy_files, has_tokenizer, load_tokenizer
 from jaxspec.io.tokenizers.tokenizer_file import FileTokenizer, read_tokenizer
 from tests.commands import write_byte_level
+from tests.data import MODELS
 
-MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
     "{{ '[model] ' if add_generation_prompt }}"

@@ -26,12 +26,12 @@ from jaxspec.io.hf import huggingface  # noqa: E402
 from jaxspec.io.tokenizers.tokenizer import load_tokenizer  # noqa: E402
 from jaxspec.model import cache, llama  # noqa: E402
 from jaxspec.testing import reference  # noqa: E402
+from tests.data import SMOLLM2 as REAL  # noqa: E402
 from tests.files.test_gguf import CONFIGS, WIDE  # noqa: E402
 from tests.gguf_files import CONVERSATION, TEXTS, byte_level, sentencepiece, write  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
-REAL = Path(__file__).parents[3].parent / "shared" / "data" / "models" / "smollm2-135m-instruct"
 TOLERANCE = 1e-4
 CODE = """def mean(numbers: list[float]) -> float:
     '''The arithmetic mean.'''

@@ -15,10 +15,10 @@ import transformers  # noqa: E402
 from jaxspec.io.hf import huggingface  # noqa: E402
 from jaxspec.io.tokenizers.tokenizer import has_tokenizer, load_tokenizer  # noqa: E402
 from jaxspec.model import cache, llama  # noqa: E402
+from tests.data import MODELS  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
-MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
 TOLERANCE = 1e-4
 SIZES = {
     "vocab_size": 53,

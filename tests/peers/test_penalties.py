@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,10 +13,10 @@ import jaxspec  # noqa: E402
 from jaxspec.io.hf.generation_json import Rules  # noqa: E402
 from jaxspec.texts.requests import RowRequest  # noqa: E402
 from jaxspec.texts.row_settings import Shapes  # noqa: E402
+from tests.data import MODELS  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
-MODELS = Path(__file__).parents[3].parent / "shared" / "data" / "models"
 EOS, BEGIN, SIZE = 6, 5, 9
 SETTINGS = {
     "repetition_penalty": 1.7,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +13,10 @@ import transformers  # noqa: E402
 
 import jaxspec  # noqa: E402
 from jaxspec.sampling import Sampling  # noqa: E402
+from tests.data import MODELS  # noqa: E402
 
 pytestmark = pytest.mark.peers
 
-MODELS = Path(__file__).parents[2].parent / "shared" / "data" / "models"
 TARGET, DRAFT = MODELS / "stories260K", MODELS / "llama2xs"
 OPENINGS = [
     "Once upon a time, there was a little girl named Lily.",
