@@ -145,10 +145,13 @@ def lengths(branches: Tree, accepted: jax.Array) -> jax.Array:
 
 def path_to(branches: Tree, last: jax.Array, length: int) -> jax.Array:
     """Returns the rows from the pending token to row `last`, int32[B], then 0, as int32[B, length]."""
-    is_last = jnp.arange(branches.behind.shape[1]) == last[:, None]
+    rows = jnp.arange(branches.behind.shape[1])
+    is_last = rows == last[:, None]
     on_path = jnp.any(branches.behind & is_last[:, :, None], axis=1)[:, None]
     at_depth = branches.depth[:, None] == jnp.arange(length)[:, None]
-    return jnp.argmax(on_path & at_depth, axis=2).astype(jnp.int32)
+    # A path has at most one row at each depth. jax 0.12 cannot compile the argmax of two dimensions in a branch of
+    # `cond` for a CPU, if the other branch returns the transposed result of a loop, as `_walked` does.
+    return jnp.max(jnp.where(on_path & at_depth, rows, 0), axis=2)
 
 
 def _walked(keys: jax.Array, logits: jax.Array, step: Step) -> Acceptance:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -142,9 +141,10 @@ def document(function: Callable[..., Any]) -> None:
         for field in dataclasses.fields(GenerationOptions)
     ]
     function.__signature__ = before.replace(parameters=[*ours, *options, rest])  # type: ignore[attr-defined]
-    found = re.search(r"Attributes:\n(.*?)\n *Examples:", GenerationOptions.__doc__ or "", re.DOTALL)
-    assert found is not None
-    described = textwrap.indent(textwrap.dedent(found[1]), " " * 10)
-    function.__doc__ = (function.__doc__ or "").replace(
-        f"          **{rest.name}:", f"{described}\n          **{rest.name}:"
+    # Cleaned, because the compiler removes the indentation of docstrings since Python 3.13.
+    described = re.search(
+        r"\nAttributes:\n(.*?)\n *Examples:", inspect.getdoc(GenerationOptions) or "", re.DOTALL
     )
+    begin, place, end = (inspect.getdoc(function) or "").partition(f"  **{rest.name}:")
+    assert described and place
+    function.__doc__ = f"{begin}{described[1].rstrip()}\n{place}{end}"

@@ -395,6 +395,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "(?!a)b"}, "has a look-around inside"),
     ({"type": "string", "pattern": "^(?<!a)b"}, "has a look-around inside"),
     ({"type": "string", "pattern": "^(?!)a"}, "no text matches"),
+    ({"type": "string", "pattern": "a(?!)|(?<!)b"}, "no text matches"),
     # In Python, True == 1.
     ({"allOf": [{"items": {"const": 1}}, {"items": {"const": True}}], "minItems": 1}, "no text matches"),
     ({"properties": {"k": {"const": True}}, "enum": [{"k": 1}]}, "no text matches"),
