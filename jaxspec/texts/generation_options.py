@@ -146,5 +146,6 @@ def document(function: Callable[..., Any]) -> None:
         r"\nAttributes:\n(.*?)\n *Examples:", inspect.getdoc(GenerationOptions) or "", re.DOTALL
     )
     begin, place, end = (inspect.getdoc(function) or "").partition(f"  **{rest.name}:")
-    assert described and place
+    assert described is not None
+    assert place
     function.__doc__ = f"{begin}{described[1].rstrip()}\n{place}{end}"
