@@ -43,7 +43,6 @@ from jaxspec.measuring.bench.comparison import BASELINE
 from jaxspec.measuring.bench.device_profile import SHAPES, language_model
 from jaxspec.measuring.bench.suite_options import Amount, check_count
 from jaxspec.measuring.line_log import LineLog
-from jaxspec.programs.compiler_options import KERNELS_VARIABLE
 from jaxspec.programs.memory import Texts, check_fits
 
 RECORDS, FORMAT = "records.jsonl", "jaxspec.accelerator/1"
@@ -204,7 +203,6 @@ def plan(options: Options, ends: float) -> list[Part]:
         texts(own, [*usual, *BESIDE]),
         *(texts(name, FEW) for name in dtypes[1:]),
         *(part for name in dtypes[:2] for part in steps(name)),
-        *(map(_without_kernels, [texts(own, FEW), *steps(own)]) if device.platform == "gpu" else ()),
         *on_shapes("prompts", held.prompts, own),
         *(part for name in FORMS for part in on_shapes(name, held.draft, Stages.form, name, kind="tree")),
         on_texts("auto", real.auto, [*kinds, *AUTO, repeats]),
@@ -218,21 +216,6 @@ def plan(options: Options, ends: float) -> list[Part]:
         on_texts("s2d", real.s2d, amount, resumable=True, needs="training"),
         *(part for name in CASES for part in on_shapes(name, held.draft, Stages.method, name, kind="method")),
     ]
-
-
-def _without_kernels(part: Part) -> Part:
-    """Returns the part measured with XLA's products and attention in place of `gpu_kernels`."""
-
-    def run(on_progress: OnProgress) -> Record:
-        before = os.environ.get(KERNELS_VARIABLE)
-        os.environ[KERNELS_VARIABLE] = "off"
-        try:
-            return part.run(on_progress)
-        finally:
-            del os.environ[KERNELS_VARIABLE]
-            os.environ |= {} if before is None else {KERNELS_VARIABLE: before}
-
-    return dataclasses.replace(part, name=f"{part.name} without kernels", run=run)
 
 
 class _Held:

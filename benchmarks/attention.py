@@ -31,9 +31,9 @@ from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import KVCacheDtype, LlamaConfig
-from jaxspec.model.numerics import KERNELS, stream_dtype
+from jaxspec.model.numerics import stream_dtype
 from jaxspec.programs.buckets import MAX_CHUNK
-from jaxspec.programs.compiler_options import compiler_options, kernels
+from jaxspec.programs.compiler_options import compiler_options, tracing
 
 # The live length of a decoding step, and the capacities that are compared.
 LIVE, SHORT, LONG = 1024, 2048, 32768
@@ -154,7 +154,7 @@ def whole_step(place: Place, shape: ModelShape, dtype: str, rows: int) -> dict[s
 
 
 def _compiled(function: Callable[..., Any], given: tuple[Any, ...], donated: int) -> Program:
-    with KERNELS(kernels(given)):
+    with tracing(given):
         lowered = jax.jit(function, donate_argnums=donated).lower(*given)
     return build(lambda: lowered, compiler_options(given))
 

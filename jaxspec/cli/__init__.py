@@ -24,7 +24,6 @@ environment:
                    or off; default: the user's cache directory
   JAXSPEC_DATA     directory of plans, thresholds and other numbers found for models, where
                    the model's directory cannot hold them; default: the user's data directory
-  JAXSPEC_KERNELS  off: on an NVIDIA GPU, use XLA's programs in place of jaxspec's kernels
   JAXSPEC_API_KEY  the key that requests to jaxspec serve must have
   JAXSPEC_DEBUG    1 shows the traceback of an error"""
 

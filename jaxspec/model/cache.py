@@ -37,7 +37,6 @@ from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig, Scores
 from jaxspec.model.numerics import (
-    KERNELS,
     LANES,
     SUMMED,
     TPU_LANES,
@@ -491,7 +490,7 @@ def _batched_product(a: jax.Array, b: jax.Array, contract: int, exact: bool = Fa
         b = b.astype(a.dtype)
         return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
-    if b.dtype == jnp.int8 and SUMMED in KERNELS.value and a.shape[-2] <= SUMMED_QUERIES:
+    if b.dtype == jnp.int8 and SUMMED.value and a.shape[-2] <= SUMMED_QUERIES:
         summed: jax.Array = jax.lax.platform_dependent(
             a, b, cuda=functools.partial(_summed, contract), default=product
         )

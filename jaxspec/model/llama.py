@@ -32,11 +32,7 @@ from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LayerType, LlamaConfig, Scores
 from jaxspec.model.control import once, run_if
 from jaxspec.model.numerics import (
-    ATTENTION,
-    INTERPRETED,
-    KERNELS,
     added,
-    added_linear,
     capped,
     kept_rounded,
     linear,
@@ -309,10 +305,6 @@ def attended(
         turning = jnp.concatenate([_over_heads(config, part, weight) for part, weight in parts], axis=-2)
     elif config.qk_norm:
         turning = _norm(config, turning, jnp.stack([p["q_norm"]] * group + [p["k_norm"]]))
-    if isinstance(attend, Cached) and attend.has_kernel(qkv, turns, layer_cache):
-        if config.qk_norm:
-            qkv = jnp.concatenate([turning, values[..., None, :]], axis=-2)
-        return attend.by_kernel(qkv, turns, layer_cache)
     turned = rope.rotate(turning, turns)
     queries = turned[..., :group, :]
     if (factor := turns.query_factor) is not None:
@@ -343,12 +335,12 @@ def _added(
     """Returns the residual stream with the output of a sublayer added, the product of x with the matrix `name`."""
     bias, exact = p.get(f"{name}_bias"), config.exact
     parts = {"out": config.held_kv_heads, "down": config.intermediate_size}[name]
-    if "post_norm" not in p and config.residual_multiplier == 1:
-        return added_linear(hidden, x, p[name], bias, keep=keep, exact=exact, parts=parts)
     write = linear(x, p[name], bias, exact=exact, parts=parts)
     if "post_norm" in p:
         write = _norm(config, write, p["post_norm"])
-    return added(hidden, write * config.residual_multiplier, keep, exact)
+    if config.residual_multiplier != 1:
+        write = write * config.residual_multiplier
+    return added(hidden, write, keep, exact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,27 +366,6 @@ class Cached:
         layer_cache = kv.write(layer_cache, k, v, self.start, self.merged, self.ring)
         how = self.window, self.merged, self.seen, self.places, self.exact, self.scores
         return kv.attend(q, layer_cache, self.slots, *how), layer_cache
-
-    def has_kernel(self, qkv: jax.Array, turns: rope.Tables, layer_cache: kv.Layer) -> bool:
-        """Returns whether `by_kernel` may be used for a chain of tokens of this shape."""
-        whole = turns.cos is not None and 2 * turns.cos.shape[-1] == qkv.shape[-1]
-        plain = self.merged and self.seen is None and self.places is None and self.scores == Scores()
-        plain = plain and whole and turns.query_factor is None
-        if ATTENTION not in KERNELS.value or not plain:
-            return False
-        from jaxspec.model import gpu_kernels  # imports Pallas, which takes a while
-
-        return gpu_kernels.has_attention(qkv, layer_cache)
-
-    def by_kernel(
-        self, qkv: jax.Array, turns: rope.Tables, layer_cache: kv.Layer
-    ) -> tuple[jax.Array, kv.Layer]:
-        """Returns the attention by `gpu_kernels.attention`, which also rotates queries and keys, and the cache."""
-        from jaxspec.model import gpu_kernels
-
-        emulated = INTERPRETED in KERNELS.value
-        tables: Any = turns[:2]
-        return gpu_kernels.attention(qkv, tables, self.start, layer_cache, self.window, emulated)
 
 
 def cached(

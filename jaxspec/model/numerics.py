@@ -1,11 +1,11 @@
-"""Matrix products, norms and similarities, with the kernels that are fast on each platform."""
+"""Matrix products, norms and similarities, in the forms that are fast on each platform."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,9 @@ TPU_ROWS, TPU_LANES = 8, 128
 EXACT_ROWS, LANES = 8, 64
 # The most elements of a matrix for which one read per row is faster on a CPU than a call of the library.
 SMALL_WEIGHT = 2**18
-# Names of kernels: on a CUDA device, a product of at most `SUMMED_ROWS` rows is `_summed`; products, with what comes
-# before and after them, and attention are those of `gpu_kernels`; and these are emulated, on any device.
-SUMMED, PRODUCTS, ATTENTION, INTERPRETED = "summed", "products", "attention", "interpreted"
-# The kernels that a program may use, a static setting of its trace; `programs.compiler_options.kernels` takes them from
-# the device.
-KERNELS = jax.make_user_context(frozenset[str]())
+# Whether a product of at most `SUMMED_ROWS` rows is `_summed` on a CUDA device, a static setting of a trace;
+# `programs.compiler_options.tracing` sets it by the device.
+SUMMED = jax.make_user_context(False)
 SUMMED_ROWS = 9
 # The mesh of a trace, None for one device; set likewise. Products that contract over its axis `model` use it.
 MESH = jax.make_user_context(None)
@@ -96,7 +93,7 @@ def linear(
     special: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if rows == 1:
         special["tpu"] = functools.partial(_one_row, out_dtype=out_dtype, parts=parts)
-    if rows <= SUMMED_ROWS and SUMMED in KERNELS.value:
+    if rows <= SUMMED_ROWS and SUMMED.value:
         special["cuda"] = functools.partial(_summed, out_dtype=out_dtype)
     if x.dtype == weight.dtype == jnp.float32 and exact:
         special["cpu"] = _eight_rows
@@ -125,40 +122,12 @@ def normed_linear(
 
     With a `gate`, the weight is [2, F, I], and the result is gate(first) × second, [..., F].
     """
-    if not offset and gate != "gelu_tanh":
-        of_kernel: dict[str, Any] = {
-            "gated": gate is not None,
-            "norm": norm,
-            "eps": eps,
-            "out_dtype": out_dtype or x.dtype,
-        }
-        made = _by_kernel(x, weight, bias, exact, **of_kernel)
-        if made is not None:
-            return made
     seen = x if norm is None else rms_norm(x, norm, eps, exact, offset)
     y = linear(seen, weight, bias, out_dtype, exact)
     if gate is None:
         return y
     activation = jax.nn.silu if gate == "silu" else jax.nn.gelu  # by tanh
     return activation(y[..., 0, :]) * y[..., 1, :]
-
-
-def added_linear(
-    residual: jax.Array,
-    x: jax.Array,
-    weight: jax.Array | Quantised | Adapted,
-    bias: jax.Array | None = None,
-    *,
-    keep: jax.Array | None = None,
-    exact: bool = False,
-    parts: int = 1,
-) -> jax.Array:
-    """Returns residual + `linear(x, weight, bias)`, [B, T, D]; `keep` as in `added`, `parts` as in `linear`."""
-    if keep is None:
-        made = _by_kernel(x, weight, bias, exact, residual=residual, out_dtype=x.dtype)
-        if made is not None:
-            return made
-    return added(residual, linear(x, weight, bias, exact=exact, parts=parts), keep, exact)
 
 
 def added(residual: jax.Array, write: jax.Array, keep: jax.Array | None, exact: bool) -> jax.Array:
@@ -170,43 +139,6 @@ def added(residual: jax.Array, write: jax.Array, keep: jax.Array | None, exact: 
     # XLA may keep more digits than the dtype has, but not where an early exit hands the stream to another program.
     wide, info = residual.astype(jnp.float32) + write.astype(jnp.float32), jnp.finfo(residual.dtype)
     return jax.lax.reduce_precision(wide, info.nexp, info.nmant).astype(residual.dtype)
-
-
-def _by_kernel(
-    x: jax.Array,
-    weight: jax.Array | Quantised | Adapted,
-    bias: jax.Array | None,
-    exact: bool,
-    *,
-    residual: jax.Array | None = None,
-    gated: bool = False,
-    **more: Any,  # of `gpu_kernels.product`
-) -> jax.Array | None:
-    """Returns the result of `gpu_kernels.product`; None if it may not be used or has no such product."""
-    if PRODUCTS not in KERNELS.value or exact or isinstance(weight, Adapted) or weight.dtype.itemsize != 2:
-        return None
-    from jaxspec.model import gpu_kernels  # imports Pallas, which takes a while
-
-    matrix: Any = weight
-    scale = None
-    if isinstance(weight, Quantised):
-        if weight.outliers is not None or weight.bits != 8:
-            return None
-        matrix, scale = weight.packed, weight.scale
-    rows, channels = x.reshape(-1, x.shape[-1]), weight.shape[gated:-1]
-    if len(rows) > (gpu_kernels.MOST_ROWS if x.dtype == jnp.bfloat16 else gpu_kernels.FEW_ROWS):
-        return None
-    y = gpu_kernels.product(
-        rows,
-        matrix,
-        scale,
-        bias,
-        residual=None if residual is None else residual.reshape(len(rows), -1),
-        gated=gated,
-        interpret=INTERPRETED in KERNELS.value,
-        **more,
-    )
-    return y.reshape(*x.shape[:-1], *channels)
 
 
 def kept_rounded(product: jax.Array, never: jax.Array) -> jax.Array:

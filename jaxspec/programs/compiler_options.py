@@ -1,4 +1,4 @@
-"""Chooses compiler options, the default dtype and the kernels by the device."""
+"""Chooses compiler options, the default dtype and the form of products by the device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxspec.model.numerics import KERNELS, MESH, SUMMED
+from jaxspec.model.numerics import MESH, SUMMED
 from jaxspec.model.quantisation import is_quantised
-from jaxspec.programs import kernel_check
 
 # The limit of fast memory for one fusion, in KiB, and the chips on which the compiler estimates a gain: v5e and v5p.
 _LIMIT_KIB = 65536
@@ -21,9 +20,6 @@ _CHIPS = ("TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p")
 # The operations that a GPU starts as one graph, without the host: the defaults of XLA in jaxlib 0.10, and the loops and
 # branches of rounds.
 _COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-
-# With the value `off` of this environment variable, no program uses `gpu_kernels`.
-KERNELS_VARIABLE = "JAXSPEC_KERNELS"
 
 
 def compiler_options(args: Any) -> dict[str, str] | None:
@@ -49,39 +45,18 @@ def compiler_options(args: Any) -> dict[str, str] | None:
     return limit if quantised and device.device_kind in _CHIPS else None
 
 
-def kernels(args: Any) -> frozenset[str]:
-    """Returns the kernels with which a program is traced, see `numerics.KERNELS`.
-
-    A CUDA device without bfloat16 products sums products of a few rows, which is faster there. On other CUDA devices
-    they are those of `gpu_kernels` that pass `kernel_check`. Programs for several devices use none of these, nor does
-    any program if the environment variable `JAXSPEC_KERNELS` is `off`.
-
-    Args:
-      args: the arguments of the program, as in `compiler_options`.
-    """
-    devices = _devices(args)
-    if not has_bfloat16(devices[0]):
-        return frozenset({SUMMED})
-    off = os.environ.get(KERNELS_VARIABLE) == "off"
-    if off or len(devices) > 1 or _capability(devices[0]) is None:
-        return frozenset()
-    leaves = jax.tree.leaves(args, is_leaf=is_quantised)
-    dtypes = {str(getattr(leaf, "dtype", "")) for leaf in leaves} & {"bfloat16", "float16"}
-    int8 = any(is_quantised(leaf) and leaf.bits == 8 for leaf in leaves)
-    return kernel_check.passed(devices[0], dtypes.pop(), int8) if len(dtypes) == 1 else frozenset()
-
-
 @contextlib.contextmanager
-def tracing(args: Any, names: frozenset[str]) -> Iterator[None]:
-    """Enters the context in which a program is traced, which sets `numerics.KERNELS` and `numerics.MESH`.
+def tracing(args: Any) -> Iterator[None]:
+    """Enters the context in which a program is traced, which sets `numerics.SUMMED` and `numerics.MESH`.
+
+    A CUDA device without bfloat16 products sums products of a few rows, which is faster there.
 
     Args:
       args: the arguments of the program, as in `compiler_options`.
-      names: the kernels, see `kernels`.
     """
     shardings = (getattr(one, "sharding", None) for one in jax.tree.leaves(args))
     mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding)), None)
-    with KERNELS(names), MESH(mesh):
+    with SUMMED(not has_bfloat16(_devices(args)[0])), MESH(mesh):
         yield
 
 

@@ -21,7 +21,7 @@ import jax
 from jaxspec.host.progress import Progress, duration
 from jaxspec.programs import background, compilation_cache, jax_settings, memory, stored_programs
 from jaxspec.programs.background import Worker
-from jaxspec.programs.compiler_options import compiler_options, kernels, tracing
+from jaxspec.programs.compiler_options import compiler_options, tracing
 from jaxspec.programs.stored_programs import Key
 
 _LOG = logging.getLogger(__name__)
@@ -362,26 +362,14 @@ def _compiled(function: Any, args: Any, static: dict[str, Any]) -> _Made:
     if stored is not None:
         return _Made(stored, loaded=True)
     began = time.perf_counter()
-
-    def compiled(names: frozenset[str]) -> tuple[Any, Any]:
-        with tracing(args, names):
-            lowered = function.lower(*args, **static)
-        background.go_on()
-        with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
-            return lowered.compile(compiler_options=compiler_options(args)), lowered.out_info
-
-    names = kernels(args)
-    try:
-        program, out_info = compiled(names)
-    except Exception as error:  # of Pallas, Triton or XLA
-        if not names:
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        _LOG.warning("%s is compiled without the kernels of jaxspec: %s", _named(function), reason)
-        program, out_info = compiled(frozenset())
+    with tracing(args):
+        lowered = function.lower(*args, **static)
+    background.go_on()
+    with contextlib.nullcontext() if key.path is None else compilation_cache.bypassed():
+        program = lowered.compile(compiler_options=compiler_options(args))
     _LOG.info("compiled %s: %s", _described(function, key), duration(time.perf_counter() - began))
     function.clear_cache()  # JAX's, with the traces of all calls; each keeps its program in memory
-    key.write(program, out_info)
+    key.write(program, lowered.out_info)
     return _Made(program, loaded=False)
 
 

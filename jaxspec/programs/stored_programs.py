@@ -29,7 +29,7 @@ from jaxspec.host import files
 from jaxspec.host.processor import processor
 from jaxspec.host.user_cache import drop_unused, mark_used, user_cache
 from jaxspec.programs import compilation_cache
-from jaxspec.programs.compiler_options import compiler_options, kernels
+from jaxspec.programs.compiler_options import compiler_options
 
 # Packages whose code is part of the key. A program with a drafter of another package is not stored.
 _OWN = ("jaxspec", "jax", "jaxlib", "builtins", "collections", "flax", "numpy")
@@ -68,7 +68,6 @@ class Key:
                     self.device.client.platform_version,
                 ),
                 compiler_options(args),
-                sorted(kernels(args)),
                 [(name, getattr(jax.config, name, None)) for name in _setting_names()],
             )
         )

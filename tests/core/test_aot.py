@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import re
 
 import pytest
@@ -68,12 +67,12 @@ def compiled(
     kv_cache_dtype: str = "auto",
 ) -> dict:
     """Returns the report of a method's rounds; `bits` is the width of quantised weights."""
-    drafter, kernels = (method, json.dumps(options)), os.environ.get("JAXSPEC_KERNELS")
-    return reported(topology, drafter, bits, shape, dtype, every_option, kv_cache_dtype, kernels)
+    drafter = method, json.dumps(options)
+    return reported(topology, drafter, bits, shape, dtype, every_option, kv_cache_dtype)
 
 
 @functools.cache
-def reported(topology, drafter, bits, shape, dtype, every_option, kv_cache_dtype, kernels) -> dict:
+def reported(topology, drafter, bits, shape, dtype, every_option, kv_cache_dtype) -> dict:
     """Returns the report for `compiled`: a program of several tests is compiled once."""
     from jaxspec.measuring.aot.programs import Place, devices, make
     from jaxspec.measuring.aot.report import build, report

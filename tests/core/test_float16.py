@@ -17,7 +17,7 @@ from jaxspec.measuring.aot.accelerators import ACCELERATORS
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from jaxspec.model.numerics import KERNELS, SUMMED, SUMMED_ROWS, _summed, linear
+from jaxspec.model.numerics import SUMMED, SUMMED_ROWS, _summed, linear
 from jaxspec.model.quantisation import quantised
 from jaxspec.programs import compiler_options
 from jaxspec.programs.executables import Executables
@@ -106,7 +106,7 @@ def test_every_loop_carries_a_float32_stream_beside_float16_weights(combination)
 
 def lowered(rows: int, weight, platform: str, summed: bool):
     x = jnp.ones((rows, 48), jnp.float32)
-    with KERNELS(frozenset({SUMMED} if summed else ())):
+    with SUMMED(summed):
         return jax.jit(linear).trace(x, weight).lower(lowering_platforms=(platform,))
 
 
@@ -157,7 +157,7 @@ def test_few_queries_of_an_int8_cache_are_summed(monkeypatch):
     for length, products in ((1, 0), (kv.SUMMED_QUERIES // group, 0), (3, 2)):
         queries = jnp.asarray(rng.normal(size=(1, length, 2, group, 8)), jnp.float32)
         wanted = attend(queries, layer)
-        with KERNELS(frozenset({SUMMED})):
+        with SUMMED(True):
             lowered = jax.jit(attend).trace(queries, layer).lower(lowering_platforms=("cuda",))
             assert lowered.as_text().count("dot_general") == products
             with monkeypatch.context() as patch:
@@ -188,7 +188,8 @@ DEVICES = {
 def test_the_dtype_and_the_products_of_a_device(where, usual):
     assert dtype_named(None, where) == dtype_named("auto", where) == jnp.dtype(usual)
     leaf = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[where]), dtype=usual)
-    assert (SUMMED in compiler_options.kernels({"w": leaf})) == (usual == "float16")
+    with compiler_options.tracing({"w": leaf}):
+        assert SUMMED.value == (usual == "float16")
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16")])
@@ -200,7 +201,7 @@ def test_words_of_a_dtype(word, dtype):
 
 def test_a_program_is_traced_with_the_products_of_its_device(monkeypatch):
     def seen(x):
-        return x + (1 if SUMMED in KERNELS.value else 0)
+        return x + (1 if SUMMED.value else 0)
 
     assert Executables().call(jax.jit(seen), jnp.zeros(())) == 0
     monkeypatch.setattr(compiler_options, "has_bfloat16", lambda device: False)

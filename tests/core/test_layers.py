@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # From the bottom up; a module may import what is listed above its own line, and the `SHARED` ones among themselves. `*`
 # is the folder of a head type.
 LAYERS = (
-    "jaxspec.model.config jaxspec.model.gpu_kernels",
+    "jaxspec.model.config",
     "jaxspec.model.quantisation",
     "jaxspec.model.lora",
     "jaxspec.model.plan jaxspec.model.control jaxspec.model.numerics jaxspec.model.vocabulary jaxspec.model.tree",

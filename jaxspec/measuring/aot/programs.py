@@ -34,7 +34,7 @@ from jaxspec.model.quantisation import is_quantised, shardings_for
 from jaxspec.model.sharding import param_shardings, state_shardings
 from jaxspec.programs import compiled
 from jaxspec.programs.buckets import bucket
-from jaxspec.programs.compiler_options import compiler_options, kernels, tracing
+from jaxspec.programs.compiler_options import compiler_options, tracing
 from jaxspec.protocol import Drafter, Weights
 from jaxspec.sampling import Distribution, Greedy, Sampling, seed_key
 from jaxspec.texts.requests import RowRequest
@@ -153,14 +153,9 @@ class Programs:
         """The compiler options that generation uses for these programs."""
         return compiler_options(self.weights)
 
-    @functools.cached_property
-    def kernels(self) -> frozenset[str]:
-        """The kernels that generation uses for these programs if the device passes their check."""
-        return kernels(self.weights)
-
     def prefill(self) -> Any:
         """Returns the lowered prefill (`jax.stages.Lowered`)."""
-        with tracing(self.weights, self.kernels):
+        with tracing(self.weights):
             return compiled.prefill.lower(self.weights, self.parts, self.request, **self.static)
 
     def rounds(self) -> Any:
@@ -168,7 +163,7 @@ class Programs:
         batch = self.request.length.shape[0]
         limits = self.place.put((jnp.int32(0), jnp.zeros(batch, bool)))
         static = compiled.rounds_static(self.config, self.parts.drafter, self.static["mesh"])
-        with tracing(self.weights, self.kernels):
+        with tracing(self.weights):
             return compiled.run_rounds.lower(self.weights, self.parts, self.state, *limits, **static)
 
     def cache_shapes(self) -> set[tuple[int, ...]]:

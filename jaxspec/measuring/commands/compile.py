@@ -114,7 +114,6 @@ class Compile:
             "dtype": dtype.name,
             "weights": self.weights,
             "kv_cache_dtype": self.kv_cache_dtype,
-            "kernels": sorted(programs.kernels),
             **found,
         }
         show(record, self.json, functools.partial(_parts, topology.accelerator.source))
@@ -151,7 +150,6 @@ def _parts(source: str, record: dict[str, Any]) -> Iterator[str | Table]:
         rows.append(("kernels started in a round", _number(record["kernels_per_round"])))
         per_layer = record["kernels_per_layer"]
         rows.append(("kernels of a layer", "unknown" if per_layer is None else f"{per_layer:g}"))
-        rows.append(("of jaxspec, if the device passes their check", ", ".join(record["kernels"]) or "none"))
     if record.get("bandwidth_share") is not None:
         rows.append(("share of the bandwidth, by a fit", f"{record['bandwidth_share']:.2f}"))
     speed = record["predicted_tokens_per_second"]
