@@ -129,7 +129,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "sliding_windows": (None, 5),
         "window_rope_theta": 30.0,
         "rope_scaling": RopeScaling(
-            "yarn", 4.0, original_max_position_embeddings=7, attention_factor=1.2, query_beta=0.3
+            "yarn", 64.0, original_max_position_embeddings=8, attention_factor=1.2, query_beta=0.3
         ),
         "rotary_dim": 4,
         "scores": Scores(0.4, 0.9),

@@ -117,6 +117,8 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["*.json", "*.safetensors"]))
         if not any(found.glob("*.safetensors")):
             found = Path(huggingface_hub.snapshot_download(text, allow_patterns=["*.json", *_PICKLED]))
+            if not any(any(found.glob(name)) for name in _PICKLED):
+                huggingface.listed(text, ["*.safetensors"])
     return found
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tracemalloc
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
+from jaxspec.heads import files as heads
 from jaxspec.host import files
 from jaxspec.host.messages import brief_errors
 from jaxspec.io import tensors
 from jaxspec.io.embedded import EMBEDDED, embedded_model, embedded_names
-from jaxspec.io.hf import config_json, huggingface
+from jaxspec.io.hf import config_json, huggingface, peft
 from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.hf.layout import leaves
 from jaxspec.loading.loading import find_model
@@ -467,6 +471,7 @@ def test_hub_ids(tmp_path, monkeypatch):
             r"no connection \(no route\), and it is not in the cache; .*online$",
         ),
         ("LocalEntryNotFoundError", True, r"HF_HUB_OFFLINE is set, and it is not in the cache; .*online$"),
+        ("OfflineModeIsEnabled", True, r"HF_HUB_OFFLINE is set, and it is not in the cache; .*online$"),
         ("RemoteEntryNotFoundError", False, r"there is no such file; https://\S+/owner/model/tree/main has"),
     ],
 )
@@ -483,6 +488,104 @@ def test_an_error_of_the_hub_says_what_to_do(monkeypatch, kind, offline, remedy)
         raise error
     one_line(caught)
     assert "…" not in str(caught.value)
+
+
+SHARDS = [f"model-0000{index}-of-00005.safetensors" for index in range(1, 6)]
+INDEX = {"weight_map": {f"model.{name}": name for name in SHARDS}}
+# The files of a model, head or adapter in the cache, and those that are missing.
+CACHED = {
+    "a model's configuration": (["config.json"], "model.safetensors is"),
+    "an index and some shards": (
+        ["config.json", "model.safetensors.index.json", *SHARDS[1:4]],
+        f"{SHARDS[0]}, {SHARDS[4]} are",
+    ),
+    "an index": (["config.json", "model.safetensors.index.json"], f"{', '.join(SHARDS[:3])} and 2 more are"),
+    "a tokenizer": (["tokenizer.json"], "config.json, model.safetensors are"),
+    "nothing": (None, "it is"),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_what_the_cache_lacks_is_named_without_the_hub(name, tmp_path, monkeypatch):
+    files, missing = CACHED[name]
+    repository = in_cache(tmp_path, monkeypatch, files)
+    with pytest.raises(FileNotFoundError, match="^no directory owner/model") as error, brief_errors():
+        huggingface.resolve("owner/model")
+    one_line(error)
+    assert f"HF_HUB_OFFLINE is set, and {missing} not in the cache; give a directory, or go" in str(error.value)
+    if files is None:
+        return
+    found = repository / "snapshots" / COMMIT
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(found))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def fail(*_):
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
+    with pytest.raises(FileNotFoundError, match="no connection") as error, brief_errors():
+        huggingface.resolve("owner/model")
+    one_line(error)
+    assert f"no connection (no route), and {missing} not in the cache" in str(error.value)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_: files)
+    with contextlib.suppress(ValueError, FileNotFoundError):  # the hub has no more
+        huggingface.open_tensors(huggingface.resolve("owner/model"))
+
+
+def test_files_that_the_hub_s_client_misses_are_named(tmp_path, monkeypatch):
+    """Version 2 stores the names of all files of a repository."""
+    repository = in_cache(tmp_path, monkeypatch, ["config.json"])
+    for names, missing in (
+        (["tokenizer.json"], "tokenizer.json is"),
+        ([*SHARDS, "tokenizer.json"], f"{', '.join(SHARDS[:3])} and 3 more are"),
+    ):
+        entries = {name: {"size": 2, "blob_id": "0" * 40} for name in ["config.json", *names]}
+        content = {"format_version": 1, "files": entries}
+        (repository / "trees").mkdir(exist_ok=True)
+        (repository / "trees" / f"{COMMIT}.json").write_text(json.dumps(content))
+        huggingface_hub._tree_cache._IN_MEMORY_TREE_CACHE.clear()
+        with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE is set") as error, brief_errors():
+            huggingface.resolve("owner/model")
+        one_line(error)
+        assert f"and {missing} not in the cache" in str(error.value)
+
+
+def test_a_head_and_an_adapter_without_weights_in_the_cache(tmp_path, monkeypatch):
+    in_cache(tmp_path, monkeypatch, ["config.json", "adapter_config.json"])
+    for use, file in (
+        (heads.resolve, r"\*\.safetensors"),
+        (lambda name: peft.read_adapter(name, BASE), r"adapter_model\.safetensors"),
+    ):
+        with pytest.raises(FileNotFoundError, match=f"HF_HUB_OFFLINE is set, and {file} is not") as error:
+            use("owner/model")
+        one_line(error)
+
+
+def test_a_gguf_file_in_the_cache_is_found_without_the_hub(tmp_path, monkeypatch):
+    repository = in_cache(tmp_path, monkeypatch, ["small.gguf"])
+    assert huggingface.resolve("owner/model").resolve() == repository / "snapshots" / COMMIT / "small.gguf"
+
+
+COMMIT = "0" * 40
+
+
+def in_cache(directory, monkeypatch, files) -> Path:
+    """Makes a repository with files, or none, in the cache of the hub's client, in offline mode."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = directory / "models--owner--model"
+    if files is not None:
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(COMMIT)
+        for file in files:
+            path = repository / "snapshots" / COMMIT / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+            if file == "config.json":
+                write_config(path.parent)
+            elif file.endswith("index.json"):
+                path.write_text(json.dumps(INDEX))
+    return repository
 
 
 def _saved(directory: Path) -> dict[str, np.ndarray]:

@@ -463,6 +463,32 @@ def test_tokens_in_a_file_of_their_own_are_left_to_transformers(tmp_path):
     assert load_tokenizer(tmp_path).encode("a <tool> b") == theirs != ids
 
 
+# What jaxspec's reader of config.json accepts, and transformers' class of the model type does not.
+REFUSED = {
+    "exaone4": {"sliding_window_pattern": "LLLG", "num_hidden_layers": 4},
+    "exaone4 without a pattern": {"sliding_window_pattern": None, "num_hidden_layers": 4},
+    "llama": {"rope_scaling": {"rope_type": "llama3"}, "rope_theta": "x"},
+    "qwen3": {"layer_types": ["full"], "num_hidden_layers": 4},
+    "gemma3_text": {"layer_types": 7},
+    "internlm3": {"hidden_size": "wide"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "GPT2Tokenizer", None])
+def test_a_tokenizer_does_not_depend_on_the_model_s_config(name, kind, tmp_path):
+    _byte_level(tmp_path)
+    settings = {"bos_token": "<s>", "eos_token": "</s>"} | ({"tokenizer_class": kind} if kind else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    content = {"model_type": name.split()[0], **REFUSED[name]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).encode(TEXTS[1]) == tokenizer("byte_level").encode(TEXTS[1])
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=f"^{tmp_path}: the tokenizer cannot be loaded: ") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("normalized", [False, True])
 def test_a_tokenizer_that_cannot_write_an_a(normalized, tmp_path):
     """It has no such token, or makes nothing of it; both stop no other text."""

@@ -16,11 +16,12 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.grammar import Grammar, compile_grammar
 from jaxspec.grammar.calls import Calls
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
+from jaxspec.io.tokenizers.tokenizer_file import FileTokenizer
 from jaxspec.serving.openai import CHAT, joined, request_of
 from jaxspec.serving.tools import FORMS, Reader, told
 from jaxspec.serving.translation import Choice, encoded
 from tests.commands import CONFIG
-from tests.files.test_tokenizer import byte_ids, tokenizer
+from tests.files.test_tokenizer import byte_ids, directory, tokenizer
 from tests.grammar.test_grammar import Bytes, accepts, walk
 from tests.server import Scripted, application, client
 from tests.server.test_app import asked, chunks
@@ -379,11 +380,11 @@ def test_a_call_alone_has_no_content():
 
 def test_tokens_of_calls_are_text():
     """Mistral's and Llama's markers are special tokens, which a text leaves out otherwise."""
-    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
 
-    text = tokenizer("byte_level")
-    text._loaded.add_tokens([AddedToken(name, special=True) for name in ("[TOOL_CALLS]", "[X]")])
-    made = Tokenizer(text._loaded)
+    backend = Backend.from_file(str(directory("byte_level") / "tokenizer.json"))
+    backend.add_special_tokens(["[TOOL_CALLS]", "[X]"])
+    made = Tokenizer(FileTokenizer(backend, {}))
     ids = made.encode("a[TOOL_CALLS] [X]b")
     assert made.decode(ids) == "a[TOOL_CALLS] b"
     assert made.stream().push(ids) == "a[TOOL_CALLS] b"

@@ -72,8 +72,8 @@ Shardings = Mapping[str, Sharding]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
-# Copies of the same weights in other layouts, which some repositories contain.
-_LEFT_OUT = ["*/*", "consolidated*"]
+# Copies of the same weights in other layouts, which some repositories contain. Templates have a folder.
+_LEFT_OUT = [*(f"*/{pattern}" for pattern in _PATTERNS if pattern != "*.jinja"), "consolidated*"]
 _CONVERT = (
     "convert .bin weights with transformers: "
     "AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST, safe_serialization=True)"
@@ -113,7 +113,14 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         if (found / "config.json").is_file():
             read_config(found)
             found = Path(fetch(allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT))
-        files = [] if any(found.glob("*.safetensors")) else _gguf_files(text)
+        missing, files = _missing_files(found), sorted(path.name for path in found.glob("*.gguf"))
+        if missing:
+            try:
+                files = listed(text, missing)
+            except FileNotFoundError:
+                if not files:  # fetched earlier
+                    raise
+        files = [] if any(found.glob("*.safetensors")) else [one for one in files if one.endswith(".gguf")]
         if len(files) > 1:
             raise ValueError(f"it has {len(files)} GGUF files; give one, such as {text}:{files[0]}")
         if files:
@@ -122,6 +129,15 @@ def resolve(name: str | os.PathLike[str]) -> Path:
             refuse_adapter(Path(fetch(allow_patterns=["adapter_config.json"])))
         read_config(found)
         return found
+
+
+def _missing_files(directory: Path) -> list[str]:
+    """Returns the files of a model that its directory lacks."""
+    names, index = [_SINGLE], directory / _INDEX
+    if index.is_file() and not (directory / _SINGLE).is_file():
+        shards = read_json(index).get("weight_map")
+        names = sorted({name for name in shards.values() if _is_file_name(name)}) if isinstance(shards, dict) else []
+    return [name for name in ("config.json", *names) if not (directory / name).is_file()]
 
 
 def fetch_file(repository: str, name: str) -> Path:
@@ -136,14 +152,18 @@ def fetch_file(repository: str, name: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(repository, name))
 
 
-def _gguf_files(repository: str) -> list[str]:
-    """Returns the GGUF files of a repository; none if the hub does not answer."""
+def listed(repository: str, missing: Sequence[str]) -> list[str]:
+    """Returns the files of a repository, of which the cache lacks those in `missing`.
+
+    Raises:
+      FileNotFoundError: the hub does not answer, or is not to be asked.
+    """
     import huggingface_hub
 
     try:
-        return sorted(one for one in huggingface_hub.list_repo_files(repository) if one.endswith(".gguf"))
-    except Exception:  # without a network, files that were fetched earlier are used
-        return []
+        return sorted(huggingface_hub.list_repo_files(repository))
+    except Exception as error:
+        raise FileNotFoundError(_absent(error, missing)) from None
 
 
 @contextmanager
@@ -174,16 +194,32 @@ def _remedy(error: Exception, repository: str) -> str:
     """Returns what a user can do about an error of the hub, or the first line of an unknown error."""
     from huggingface_hub import constants, errors
 
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
-    away = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no connection ({first})"
     address = f"{constants.ENDPOINT}/{repository}"
+    # huggingface_hub 2 names the first files that a snapshot lacks, and counts the others.
+    named = re.search(r"missing \((.+?)(?:, \.\.\. \((\d+) more\))?\)\. ", str(error))
+    lacking = [*named[1].split(", "), *[""] * int(named[2] or 0)] if named else []
     remedies = {
         errors.GatedRepoError: f"it is gated; accept the licence at {address}, then run `hf auth login`",
         errors.RepositoryNotFoundError: f"{address} is private or does not exist; check it, or run `hf auth login`",
-        errors.LocalEntryNotFoundError: f"{away}, and it is not in the cache; give a directory, or go online",
+        errors.LocalEntryNotFoundError: _absent(error, lacking),
+        errors.OfflineModeIsEnabled: _absent(error),
         errors.EntryNotFoundError: f"there is no such file; {address}/tree/main has the files",
     }
-    return next((remedy for kind, remedy in remedies.items() if isinstance(error, kind)), first)
+    return next((remedy for kind, remedy in remedies.items() if isinstance(error, kind)), _first_line(error))
+
+
+def _absent(error: Exception, files: Sequence[str] = ()) -> str:
+    """Returns a line for a model or files of it that are not in the cache, while the hub does not answer."""
+    from huggingface_hub import constants
+
+    away = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no connection ({_first_line(error)})"
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    names = f"{', '.join(files[:3])}{more} {'are' if len(files) > 1 else 'is'}" if files else "it is"
+    return f"{away}, and {names} not in the cache; give a directory, or go online"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
 
 
 @brief_errors()

@@ -22,7 +22,7 @@ from jaxspec.io import tensors
 from jaxspec.io.directories import ADAPTER
 from jaxspec.io.hf.config_json import errors_of
 from jaxspec.io.hf.families import FAMILIES
-from jaxspec.io.hf.huggingface import HUB_ID, on_hub
+from jaxspec.io.hf.huggingface import HUB_ID, listed, on_hub
 from jaxspec.io.hf.layout import leaves
 from jaxspec.io.hf.values import MAX_INT, flag, number, section, whole
 from jaxspec.io.tensors import Tensors
@@ -86,6 +86,8 @@ def _resolve(name: str) -> Path:
 
         with on_hub(name):
             path = Path(huggingface_hub.snapshot_download(name, allow_patterns=[ADAPTER, _WEIGHTS]))
+            if missing := [file for file in (ADAPTER, _WEIGHTS) if not (path / file).is_file()]:
+                listed(name, missing)
     for file in (ADAPTER, _WEIGHTS):
         if not (path / file).is_file():
             raise FileNotFoundError(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.host.extras import MissingExtra, require
-from jaxspec.host.files import refuse_pointer
+from jaxspec.host.files import read_json, refuse_pointer
 from jaxspec.host.messages import brief_errors
 from jaxspec.io.gguf import gguf_tokenizer
 from jaxspec.io.gguf.container import is_gguf
@@ -96,8 +96,18 @@ def load_tokenizer(
 
 
 def _load_by_transformers(directory: Path) -> Any:
-    loaded = quiet_transformers().AutoTokenizer.from_pretrained(
-        str(directory), local_files_only=True, trust_remote_code=False
+    transformers, path = quiet_transformers(), directory / "config.json"
+    content = read_json(path) if path.is_file() else {}
+    # The class of a tokenizer may follow from the model's type. Other values of config.json do not concern it, and
+    # transformers refuses some of them.
+    kind = content.get("model_type", "")
+    try:
+        config = transformers.AutoConfig.for_model(kind)
+    except ValueError:  # a type that transformers does not know
+        config = transformers.PreTrainedConfig()
+    config.model_type, config.tokenizer_class = kind, content.get("tokenizer_class")
+    loaded = transformers.AutoTokenizer.from_pretrained(
+        str(directory), config=config, local_files_only=True, trust_remote_code=False
     )
     # Disables transformers' warning about long texts; those longer than the model's context are refused elsewhere.
     loaded.model_max_length = sys.maxsize

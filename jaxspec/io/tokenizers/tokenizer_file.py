@@ -113,7 +113,7 @@ class FileTokenizer:
 def read_tokenizer(directory: Path) -> FileTokenizer | None:
     """Reads the tokenizer of a directory, without its chat template; None if `tokenizer.json` is not sufficient."""
     try:
-        settings, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
+        settings = read_json(directory / "tokenizer_config.json")
         with failures("tokenizer.json"):
             backend = Backend.from_file(str(directory / "tokenizer.json"))
             backend.no_padding()
@@ -122,8 +122,7 @@ def read_tokenizer(directory: Path) -> FileTokenizer | None:
     except (ValueError, OSError):  # transformers reports the error, or can read the files
         return None
     if (
-        settings.get("tokenizer_class") not in _PLAIN_CLASSES
-        or model.get("model_type") != "llama"
+        settings.get("tokenizer_class") not in (None, *_PLAIN_CLASSES)
         or settings.keys() - _READ - _WITHOUT_EFFECT
         # A format older than `added_tokens_decoder`, with tokens that `tokenizer.json` may lack.
         or (directory / "added_tokens.json").exists()
