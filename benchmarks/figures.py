@@ -38,7 +38,6 @@ ABOUT = f"""- **Predictions** follow from {speeds.SOURCES}. A predicted step is 
   and `jaxspec profile --device-model DEVICE --shape SHAPE` the prediction of a row (`t4`, `v5e:2x4`)."""
 # The pages without a figure in the index.
 OTHERS = {
-    "accelerator.md": "the measurements that need a GPU or a TPU, in an hour",
     "method.md": "definitions, machines, models and files, intervals",
     "history.md": "older and withdrawn figures",
 }

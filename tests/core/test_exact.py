@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import exact as exact_benchmark
 from jaxspec.engine import exactness
 from jaxspec.methods import LoadedModel
 from jaxspec.model import cache as kv
@@ -26,7 +24,6 @@ from jaxspec.sampling import Greedy
 from jaxspec.testing.contracts import BUDGETS, PROMPTS
 from jaxspec.verification import log_probs_of
 from tests import tiny, xla
-from tests.commands import write_model, write_tokenizer
 
 FORMS = ("float32", "bfloat16", "int8", "int8 weights", "bfloat16, int8 weights")
 # Queries that share keys alone and in groups, norms of heads, and a window.
@@ -350,31 +347,6 @@ def test_copies_of_the_weights_are_made_once():
     assert cut.params is model.until(1).params
     ids = np.arange(4, dtype=np.int32)
     assert model.exact.vocabulary(ids) is model.vocabulary(ids)
-
-
-@pytest.mark.slow
-def test_the_benchmark_counts_tokens_that_differ(tmp_path):
-    results = [types.SimpleNamespace(tokens=tokens) for tokens in ([1, 2, 3], [1, 2], [4])]
-    counts = exact_benchmark.compared(results, [results[0], results[0], results[1]])
-    assert counts == {"tokens": 6, "differing_tokens": 3, "texts": 3, "differing_texts": 2}
-    write_tokenizer(write_model(stored := tmp_path / "model"))
-    options = exact_benchmark.Options(str(stored), batches=(1, 2), each=1, max_new_tokens=8)
-    report = exact_benchmark.measure(dataclasses.replace(options, precisions=("bfloat16",), repeats=2))
-    rows, (cost,) = report["rows"], report["costs"]
-    low, high = cost["interval"]
-    assert 0 < low <= cost["exact_over_usual"] <= high
-    assert [(row["exact"], row["method"], row["batch"]) for row in rows] == [
-        (exact, method, batch)
-        for exact in (True, False)
-        for method in ("autoregressive", "ngram")
-        for batch in (1, 2)
-    ]
-    assert not any(row["differing_tokens"] for row in rows if row["exact"])
-    (file := tmp_path / "texts.txt").write_text("one\ntwo\nthree\n")
-    given = dataclasses.replace(
-        options, precisions=("float32",), inexact=False, prompt_file=(str(file),), max_new_tokens=2
-    )
-    assert exact_benchmark.measure(given)["prompts"] == 3
 
 
 def test_refusals():

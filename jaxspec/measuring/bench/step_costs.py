@@ -1,7 +1,6 @@
 """Measures the costs of a model's steps on this device by rows, layers, live length and batch (`StepCosts`).
 
 Dynamic speculation needs this table before the first text, so a few points are measured within seconds.
-`benchmarks.papers.prices` measures whole rounds to check the predictions from it.
 """
 
 from __future__ import annotations
