@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.server import ServerProcess
+from tests.server.process import ServerProcess
 
 # The share of each kind of request, in percent.
 KINDS = {

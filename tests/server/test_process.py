@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 import pytest
 
-from benchmarks.server import ServerProcess
 from tests.commands import called, one_error
 from tests.server import load
+from tests.server.process import ServerProcess
 
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
