@@ -282,7 +282,7 @@ def test_several_devices_divide_what_is_read_and_int8_halves_it():
         for chips, bits in ((1, None), (1, 8), (4, None))
     )
     assert one.step_ms(live=0) == pytest.approx(2 * half.step_ms(live=0))
-    # As `benchmarks.scaling` computes it: 68 exchanges of 5 µs.
+    # As docs/scaling.md computes it: 68 exchanges of 5 µs.
     exchanged = 1e-3 * (2 * 32 + 4) * EXCHANGE_US
     assert four.step_ms(live=0) == pytest.approx(one.step_ms(live=0) / 4 + exchanged)
     assert four.live_token_ms == pytest.approx(one.live_token_ms / 4)
