@@ -197,14 +197,16 @@ class LlamaConfig:
         """The maximum number of tokens of prompt and output together, for each scaling of RoPE by its own meaning.
 
         Linear and dynamic scaling lengthen `max_position_embeddings`, YaRN the original length (a YaRN that is added to
-        a file, as for Qwen 2.5 and 3, leaves `max_position_embeddings`). Llama 3's scaling, LongRoPE, and linear scaling
+        a file, as for Qwen 2.5 and 3, leaves `max_position_embeddings`). Llama 3's scaling, LongRoPE and linear scaling
         of the layers without a window alone (Gemma 3) are counted in `max_position_embeddings`. As in vLLM.
         """
         scaling, length, factor = self.rope_scaling, self.max_position_embeddings, 1.0
         if scaling is not None and scaling.kind == "yarn":
             length, factor = scaling.original_max_position_embeddings, scaling.factor
         elif scaling is not None and scaling.kind in ("linear", "dynamic"):
-            factor = 1.0 if scaling.kind == "linear" and self.window_rope_theta is not None else scaling.factor
+            factor = (
+                1.0 if scaling.kind == "linear" and self.window_rope_theta is not None else scaling.factor
+            )
         length = int(round(length * factor, 3))  # a factor may be a quotient of two lengths
         return length if self.max_model_len is None else min(length, self.max_model_len)
 

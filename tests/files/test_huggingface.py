@@ -509,10 +509,12 @@ CACHED = {
 def test_what_the_cache_lacks_is_named_without_the_hub(name, tmp_path, monkeypatch):
     files, missing = CACHED[name]
     repository = in_cache(tmp_path, monkeypatch, files)
-    with pytest.raises(FileNotFoundError, match="^no directory owner/model") as error, brief_errors():
+    with pytest.raises(FileNotFoundError, match=r"^no directory owner/model") as error, brief_errors():
         huggingface.resolve("owner/model")
     one_line(error)
-    assert f"HF_HUB_OFFLINE is set, and {missing} not in the cache; give a directory, or go" in str(error.value)
+    assert f"HF_HUB_OFFLINE is set, and {missing} not in the cache; give a directory, or go" in str(
+        error.value
+    )
     if files is None:
         return
     found = repository / "snapshots" / COMMIT

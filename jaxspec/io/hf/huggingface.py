@@ -136,7 +136,11 @@ def _missing_files(directory: Path) -> list[str]:
     names, index = [_SINGLE], directory / _INDEX
     if index.is_file() and not (directory / _SINGLE).is_file():
         shards = read_json(index).get("weight_map")
-        names = sorted({name for name in shards.values() if _is_file_name(name)}) if isinstance(shards, dict) else []
+        names = (
+            sorted({name for name in shards.values() if _is_file_name(name)})
+            if isinstance(shards, dict)
+            else []
+        )
     return [name for name in ("config.json", *names) if not (directory / name).is_file()]
 
 
