@@ -23,10 +23,10 @@ from jaxspec.costs.rounds import DraftCost, StepCosts, kinds, predicted_speedup
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.heads.eagle.network import usual_eagle3
 from jaxspec.host.files import read_json
-from jaxspec.measuring.aot.accelerators import Topology, parse_topology
-from jaxspec.measuring.aot.roofline import needed_gb, remedies, roofline, weights
-from jaxspec.measuring.aot.stand_ins import model_shape
+from jaxspec.measuring.accelerators import Topology, parse_topology
+from jaxspec.measuring.aot import model_shape
 from jaxspec.measuring.bench.device_profile import SHAPES
+from jaxspec.measuring.roofline import needed_gb, remedies, roofline, weights
 from jaxspec.methods import Eagle3
 from jaxspec.model.llama import is_shape
 

@@ -23,7 +23,6 @@ JOBS = {
     "probe": "training.probe",
     "export": "training.export",
     "plots": "training.plots",
-    "compile": "training.compile",
     "throughput": "training.throughput",
     "depth": "training.depth",
     "tasks": "training.tasks",

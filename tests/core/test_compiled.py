@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import re
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,8 +38,10 @@ from jaxspec.model import cache as kv
 from jaxspec.model import llama, numerics, prefill
 from jaxspec.model.cache import KVCache
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.quantisation import Quantised
 from jaxspec.model.tree import Shape, Tree
-from jaxspec.programs import compiled
+from jaxspec.programs import compiled, executables
+from jaxspec.programs.compiler_options import compiler_options
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import Constant
@@ -409,3 +412,42 @@ def test_similarities_are_nearly_free():
     matrices = llama.num_params(config) - 2 * 256 * 768
     assert plain > 2 * 256 * matrices
     assert plain < asd < 1.01 * plain
+
+
+# What a compiler is told beside the program
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantised", "told"),
+    [
+        ("TPU v5 lite", True, {"xla_tpu_scoped_vmem_limit_kib": "65536"}),
+        ("TPU v5 lite", False, None),  # the compiler estimates more cycles for bfloat16 with it
+        ("TPU v6 lite", True, None),  # the compiler estimates more cycles for int8 with it
+        ("cpu", True, None),  # its compiler has no such option
+    ],
+)
+def test_what_a_compiler_is_told(kind, quantised, told):
+    sharding = types.SimpleNamespace(
+        device_set=[types.SimpleNamespace(device_kind=kind, platform=kind[:3].lower())]
+    )
+    leaf = types.SimpleNamespace(sharding=sharding)
+    weights = {"norm": leaf, "out": Quantised(leaf, leaf) if quantised else leaf}
+    assert compiler_options((weights, 0)) == told
+
+
+def test_a_gpu_starts_loops_and_branches_without_the_host():
+    """The compiler of this machine parses the option too, and refuses a part that it does not know."""
+    gpu = types.SimpleNamespace(device_kind="NVIDIA H100", platform="gpu")
+    leaf = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[gpu]))
+    (option,) = (told := compiler_options(leaf) or {})
+    assert {"WHILE", "CONDITIONAL"} < set(told[option].split(","))
+    lowered = jax.jit(jnp.sin).lower(1.0)
+    lowered.compile(compiler_options=told)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is not a valid enum value"):
+        lowered.compile(compiler_options={option: f"{told[option]},NO_SUCH_PART"})
+
+
+def test_a_compiler_is_told_by_generation(monkeypatch):
+    monkeypatch.setattr(executables, "compiler_options", lambda args: {"no_such_option": str(len(args))})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        executables.Executables().call(jax.jit(jnp.add), jnp.ones(1), jnp.ones(1))

@@ -13,7 +13,7 @@ import pytest
 
 import jaxspec
 from jaxspec.loading.loading import dtype_named
-from jaxspec.measuring.aot.accelerators import ACCELERATORS
+from jaxspec.measuring.accelerators import ACCELERATORS
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig

@@ -63,10 +63,10 @@ LAYERS = (
     "jaxspec.testing",
     "jaxspec.cli",
     "jaxspec.__main__",
-    "jaxspec.measuring.charts jaxspec.measuring.line_log jaxspec.measuring.output",
+    "jaxspec.measuring.accelerators jaxspec.measuring.charts jaxspec.measuring.line_log jaxspec.measuring.output",
     "jaxspec.measuring.bench",
     "jaxspec.measuring.tuning",
-    "jaxspec.measuring.aot",
+    "jaxspec.measuring.aot jaxspec.measuring.roofline",
     "jaxspec.measuring.commands jaxspec.measuring",
     "jaxspec.serving.tools",
     "jaxspec.serving.openai jaxspec.serving.batch_files",
@@ -86,7 +86,6 @@ LAYERS = (
     "training.export",
     "training.job",
     "training.heads training.layerskip",
-    "training.compile_jobs",
     "training",
     "benchmarks",
 )
@@ -102,7 +101,6 @@ SHARED = (
     ),
     *("jaxspec.testing", "jaxspec.cli", "jaxspec.measuring.bench", "jaxspec.measuring.tuning"),
     *(
-        "jaxspec.measuring.aot",
         "jaxspec.serving.server",
         "training.data",
         "training.losses",
@@ -145,7 +143,7 @@ HOST = (
     *("jaxspec.cli", "jaxspec.__main__", "jaxspec.serving"),
     *(f"jaxspec.measuring.{one}" for one in ("bench", "charts", "commands", "line_log", "output")),
     "jaxspec.measuring.tuning.mask_search",
-    *(f"jaxspec.measuring.aot.{one}" for one in ("stand_ins", "programs", "report")),
+    "jaxspec.measuring.aot",
 )
 HOST_MODULES = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "time", "logging", "json", "pickle", "random"),

@@ -23,8 +23,8 @@ from jaxspec.io import checkpoint
 from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
 from jaxspec.loading.loading import fit_to_mesh, place_params
-from jaxspec.measuring.aot import programs
-from jaxspec.measuring.aot.stand_ins import model_shape
+from jaxspec.measuring import aot
+from jaxspec.measuring.aot import model_shape
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import left_whole, spread_config, with_copies, without_copies
@@ -317,10 +317,10 @@ def test_bytes_of_a_device_at_real_sizes(shape, places):
     """For models with eight key/value heads."""
     mesh = AbstractMesh((1, places), ("data", "model"))
     one = model_shape(None, shape)
-    place = programs.Place([jax.devices("cpu")[0]] * places, mesh)
+    place = aot.Place([jax.devices("cpu")[0]] * places, mesh)
     whole = 2 * llama.num_params(one.config)
     held = one.over(mesh)
-    part = programs.part_bytes(place.put_params(held.params(jnp.bfloat16), held.config))
+    part = aot.part_bytes(place.put_params(held.params(jnp.bfloat16), held.config))
     assert 1 <= part * places / whole <= 1.1
 
 

@@ -25,12 +25,12 @@ from jaxspec.costs.rounds import (
 )
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import cost_files
-from jaxspec.measuring.aot.accelerators import ACCELERATORS
-from jaxspec.measuring.aot.roofline import EXCHANGE_US, needed_gb, report, roofline, usual, weights
+from jaxspec.measuring.accelerators import ACCELERATORS
 from jaxspec.measuring.bench import device_profile
 from jaxspec.measuring.bench import step_costs as measuring
 from jaxspec.measuring.bench.device_profile import SHAPES, floor_ms
 from jaxspec.measuring.commands.profile import Profile
+from jaxspec.measuring.roofline import EXCHANGE_US, needed_gb, report, roofline, usual, weights
 from jaxspec.methods import Eagle3, LoadedModel
 from jaxspec.model import llama
 from jaxspec.model.quantisation import quantise

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
-import json
-import shlex
+import importlib
+import re
 from pathlib import Path
 
 import jax
@@ -15,19 +14,17 @@ import numpy as np
 import pytest
 
 from jaxspec.io.hf import huggingface
-from jaxspec.measuring.bench import device_profile
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantisation import is_quantised
-from training import compile as training_compile
-from training import compile_jobs, probe, soft
+from training import probe, soft
 from training.data import bpe_tokenizer, reading
 from training.loop import optimizer, state_sharding, step
 from training.losses import base
-from training.option_files import parse, parse_plain
+from training.option_files import parse
 from training.reports import metrics
 
-RECIPES = Path(training_compile.__file__).with_name("recipes") / "papers"
+RECIPES = Path(soft.__file__).with_name("recipes") / "papers"
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
 NAMED = ("Tim", "Sam", "Ann", "Ben", "Lily", "Max")
 WIDE = LlamaConfig(64, 128, 256, 2, 2, 1, 64)
@@ -157,61 +154,17 @@ def test_a_target_in_int8_has_the_fingerprint_of_its_model(folder):
     assert size(small["layers"]) < 0.3 * size(plain["layers"])
 
 
-def compile_line(name: str) -> list[str]:
-    """The words of a recipe's command that compiles it."""
-    lines = (RECIPES / f"{name}.yaml").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("#   compile "))
-    return shlex.split(line.removeprefix("#   compile "))
-
-
-@pytest.fixture
-def narrow(monkeypatch):
-    """Named shapes are narrow; 7b, whose 12 layers a recipe keeps, is deep."""
-    for name in device_profile.SHAPES:
-        small = dataclasses.replace(WIDE, num_layers=12 if name == "7b" else 4, hidden_size=16, head_dim=8)
-        monkeypatch.setitem(device_profile.SHAPES, name, small)
-
-
-@pytest.mark.full
-@pytest.mark.representatives("eagle3-8b", "layerskip-8b", "s2d-sorted")
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"adaspeed-probe"}))
-def test_a_recipe_of_a_paper_compiles(name, narrow):
-    python, m, module, *words = compile_line(name)
-    assert (python, m, module) == ("python", "-m", "training.compile")
-    given = parse_plain(compile_jobs.Options, words, "training.compile")
-    assert given.recipe is not None
-    assert given.recipe.name == f"{name}.yaml"
-    options, recipe = compile_jobs.with_recipe(dataclasses.replace(given, recipe=RECIPES / f"{name}.yaml"))
-    assert recipe is not None
-    small = dataclasses.replace(options, window=8, batch=2, accumulate=min(2, options.accumulate))
-    mesh = state_sharding.make_mesh("data=1,model=1")
-    found = compile_jobs.trained(small, recipe, mesh)
-    programs, held = compile_jobs.programs(small, recipe, found, mesh)
-    assert programs["step"]().compile().memory_analysis().argument_size_in_bytes >= held["state"]
-
-
-@pytest.mark.aot
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra aot")
-@pytest.mark.representatives("kangaroo-8b")
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"adaspeed-probe"}))
-def test_a_recipe_of_a_paper_compiles_for_its_chips(name, narrow, capsys, monkeypatch):
-    """The command of its first lines, with narrow layers."""
-    monkeypatch.chdir(RECIPES.parents[2])
-    assert training_compile.main([*compile_line(name)[3:], "--phases", "step", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["fits"] is True
-    assert record["roofline_tokens_per_second"] > 0
-    assert (record["target_bytes_per_device"] is None) == (record["exits"] != [])
-
-
 def test_each_recipe_of_a_paper_names_data_licence_hours_and_command():
     assert len(NAMES) == 9
     for name in NAMES:
         text = (RECIPES / f"{name}.yaml").read_text()
-        for line in ("model    ", "data     ", "hours    ", "compile  ", "command  python -m training."):
+        for line in ("model    ", "data     ", "hours    ", "command  python -m training."):
             assert text.count(f"#   {line}") == 1, (name, line)
         assert f"training/recipes/papers/{name}.yaml" in text
         assert "(" in text.split("#   data     ")[1].splitlines()[0], "a licence"
+        (module,) = re.findall(r"^#   command  python -m (training\.\w+) --config", text, re.MULTILINE)
+        job = importlib.import_module({"training.heads": "training.heads.train"}.get(module, module))
+        parse(job.Options, ["--config", str(RECIPES / f"{name}.yaml")], module)
 
 
 def test_the_twin_of_the_sorted_draft_differs_in_its_loss_only():
@@ -224,12 +177,3 @@ def test_the_twin_of_the_sorted_draft_differs_in_its_loss_only():
 def test_the_probes_of_adaspeed_see_500_batches_of_4():
     options = parse(probe.Options, ["--config", str(RECIPES / "adaspeed-probe.yaml")], "training.probe")
     assert (options.prompts, options.batch) == (500 * 4, 4)
-
-
-def test_a_recipe_with_an_open_size_is_refused(tmp_path, capsys):
-    (tmp_path / "open.yaml").write_text(
-        "start: x\nrun: y\nexits: [1, 2]\ndata: [z]\nwindow: 8\naccumulate: 1\n"
-    )
-    words = f"--topology v5e:2x2 --shape 1b --recipe {tmp_path / 'open.yaml'}"
-    assert training_compile.main(words.split()) == 2
-    assert "open.yaml leaves batch open; give numbers there" in capsys.readouterr().err

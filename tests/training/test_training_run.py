@@ -27,7 +27,6 @@ from jaxspec.io.methods import method_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from tests import gguf_files
-from training import compile as training_compile
 from training import depth, export, layerskip, option_files, own_text, plots, probe, sft, soft, throughput
 from training import run as run_record
 from training.data import bpe_tokenizer, conversations, packing, reading, sources
@@ -819,14 +818,12 @@ def test_the_command_line_is_refused_in_one_line(capsys):
     ):
         assert sft.main(given) == 2
         assert said in one_error(capsys)
-    for command in (export, plots, throughput, training_compile):
+    for command in (export, plots, throughput):
         assert command.main(["--nonsense"]) == 2
         assert f"see python -m {command.__name__} --help" in one_error(capsys, command.__name__)
 
 
-@pytest.mark.parametrize(
-    "command", [sft, soft, layerskip, heads, own_text, probe, depth, plots, throughput, training_compile]
-)
+@pytest.mark.parametrize("command", [sft, soft, layerskip, heads, own_text, probe, depth, plots, throughput])
 def test_the_help_has_the_types_of_values_without_none(command, capsys):
     assert command.main(["--help"]) == 0
     said = capsys.readouterr().out
@@ -841,31 +838,6 @@ def test_the_word_none_resets_an_option():
     none = ["--minutes", "None", "--start-layers", "None", "--remat-policy", "None", "--output", "None"]
     assert read([*given, *some]).remat_policy == "dots_saveable"
     assert read([*given, *some, *none]) == read(given)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("--topology h300", "topology is 'h300'; give KIND:CHIPS"),
-        ("--shape 2b", "unknown shape '2b'; give one of 31m, "),
-        ("--exits 4 99", "--exits is (4, 99), and 1b has 22 layers; give numbers of layers from 1 to 22"),
-        ("--exits 4 2", "--exits is (4, 2), and 1b has 22 layers; give numbers of layers from 1 to 22"),
-        (
-            "--batch 24",
-            "--batch is 24, and its rows are divided over 16 places along data; give a multiple of 16",
-        ),
-        ("--window 0", "--window is 0; give at least 1"),
-        ("--target 8b", "--target is 8b with 128256 tokens, 1b has 32000; give shapes with the same"),
-        (
-            "--mesh data=2,model=4",
-            "--mesh is 'data=2,model=4', which has 8 places, and the topology has 16 chips",
-        ),
-    ],
-)
-def test_a_step_that_cannot_be_compiled_says_so(capsys, given, said):
-    options = [*["--topology", "v5e:4x4", "--shape", "1b"], *given.split()]
-    assert training_compile.main(options) == 2
-    assert said in one_error(capsys, "training.compile")
 
 
 def test_a_gguf_file_is_a_start_as_its_conversion_is(tmp_path):

@@ -98,7 +98,7 @@ class Profile:
 
     def _predict(self) -> dict[str, Any]:
         from jaxspec.loading.loading import resolve_weights
-        from jaxspec.measuring.aot.roofline import report
+        from jaxspec.measuring.roofline import report
 
         assert self.device_model is not None
         assert self.shape is not None
@@ -130,7 +130,7 @@ def _costs(report: dict[str, Any]) -> Iterator[str | Table]:
 
 
 def _prediction(report: dict[str, Any]) -> Iterator[str | Table]:
-    from jaxspec.measuring.aot.roofline import CAPACITY
+    from jaxspec.measuring.roofline import CAPACITY
 
     yield f"prediction, not a measurement: {report['shape']} on {report['device']}, {report['dtype']}"
     rows = [

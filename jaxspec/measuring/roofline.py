@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxspec.costs.rounds import DraftCost, StepCosts, kinds, speedup_table
 from jaxspec.host.messages import shown
-from jaxspec.measuring.aot.accelerators import (
+from jaxspec.measuring.accelerators import (
     ACCELERATORS,
     LAYER_OPERATIONS,
     OTHER_OPERATIONS,

@@ -1,15 +1,13 @@
-"""Published figures of the accelerators that programs are compiled for, and the names of topologies."""
+"""Published figures of accelerators, and the names of topologies."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from typing import Any
 
 from jaxspec.host.mesh_text import parse_mesh
 from jaxspec.host.messages import shown
-from jaxspec.measuring.aot.cuda import PROCESSORS
 
 # Operations of a decoding step after XLA's fusion, per layer and outside the layers, counted in a GPU's program.
 LAYER_OPERATIONS, OTHER_OPERATIONS = 18, 6
@@ -26,12 +24,10 @@ class Accelerator:
       flops: peak operations per second in `dtype`.
       source: the address of the published figures.
       axes: number of axes of its topologies; 0 for GPUs, whose topologies have only a number of chips.
-      target: the compiler's name of the chip, if it differs from `name`.
-      options: further arguments of the compiler's topology.
       launch_us: microseconds to start one operation of a program (not published). GPUs: derived from a measured round
         of 294 kernels of a 1b model, which took twice the .74 ms that reading the weights takes. TPUs: assumed.
-      kinds: JAX's names of the device (`jax.Device.device_kind`).
-      cycle_flops: bfloat16 operations of all matrix units in a cycle; 0 for GPUs.
+      kind: JAX's name of an NVIDIA GPU (`jax.Device.device_kind`).
+      capability: compute capability of an NVIDIA GPU, major and minor; None for TPUs.
     """
 
     name: str
@@ -40,50 +36,27 @@ class Accelerator:
     flops: float
     source: str
     axes: int
-    target: str = ""
-    options: tuple[tuple[str, Any], ...] = ()
     launch_us: float = 1.0
-    kinds: tuple[str, ...] = ()
-    cycle_flops: int = 0
-
-    @property
-    def clock(self) -> float:
-        """Returns a TPU's clock in Hz, as its published peak and its matrix units imply."""
-        return self.flops / self.cycle_flops
+    kind: str = ""
+    capability: tuple[int, int] | None = None
 
     @property
     def dtype(self) -> str:
         """The dtype of 16 bits for which it has hardware."""
-        return "float16" if self.is_gpu and PROCESSORS[self.name].capability < (8, 0) else "bfloat16"
+        return "float16" if self.capability is not None and self.capability < (8, 0) else "bfloat16"
 
     @property
     def is_gpu(self) -> bool:
         """Whether the accelerator is an NVIDIA GPU; all others are TPUs."""
-        return self.name in PROCESSORS
+        return self.capability is not None
 
 
-# Multiplications and additions per cycle of a 128 × 128 matrix unit. A v5e has four such units, a v5p eight. The units
-# of a v6e are 256 × 256; four of them are assumed, because the compiler's estimate of a large product implies more than
-# 1.5 × the rate of two.
-_UNITS = 2 * 128**2
-# "megacore": the two cores of a chip share its memory and are one device.
-_V5P: dict[str, Any] = {"target": "v5", "options": (("chip_config_name", "megacore"),)}
 _TPUS = {
-    name: Accelerator(
-        name,
-        memory,
-        bandwidth,
-        flops,
-        f"https://cloud.google.com/tpu/docs/{name}",
-        axes,
-        kinds=kinds,
-        cycle_flops=units * _UNITS,
-        **more,
-    )
-    for name, memory, bandwidth, flops, axes, units, kinds, more in (
-        ("v5e", 16 * 2**30, 819e9, 197e12, 2, 4, ("TPU v5 lite", "TPU v5e"), {}),
-        ("v5p", 95 * 2**30, 2765e9, 459e12, 3, 8, ("TPU v5", "TPU v5p"), _V5P),
-        ("v6e", 32 * 2**30, 1600e9, 918e12, 2, 16, ("TPU v6 lite", "TPU v6e"), {}),
+    name: Accelerator(name, memory, bandwidth, flops, f"https://cloud.google.com/tpu/docs/{name}", axes)
+    for name, memory, bandwidth, flops, axes in (
+        ("v5e", 16 * 2**30, 819e9, 197e12, 2),
+        ("v5p", 95 * 2**30, 2765e9, 459e12, 3),
+        ("v6e", 32 * 2**30, 1600e9, 918e12, 2),
     )
 }
 # Figures of GPUs are those of the modules with these names, without sparsity.
@@ -96,19 +69,20 @@ ACCELERATORS = _TPUS | {
         f"https://www.nvidia.com/en-us/data-center/{name}/",
         axes=0,
         launch_us=2.5,
-        kinds=(kind,),
+        kind=kind,
+        capability=capability,
     )
-    for name, memory, bandwidth, flops, kind in (
-        ("h100", 80 * 10**9, 3350e9, 989e12, "NVIDIA H100 80GB HBM3"),
-        ("h200", 141 * 10**9, 4800e9, 989e12, "NVIDIA H200"),
-        ("a100", 80 * 10**9, 2039e9, 312e12, "NVIDIA A100-SXM4-80GB"),
-        ("l4", 24 * 10**9, 300e9, 121e12, "NVIDIA L4"),
-        ("v100", 16 * 10**9, 900e9, 125e12, "Tesla V100-SXM2-16GB"),
-        ("t4", 16 * 10**9, 320e9, 65e12, "Tesla T4"),
+    for name, memory, bandwidth, flops, kind, capability in (
+        ("h100", 80 * 10**9, 3350e9, 989e12, "NVIDIA H100 80GB HBM3", (9, 0)),
+        ("h200", 141 * 10**9, 4800e9, 989e12, "NVIDIA H200", (9, 0)),
+        ("a100", 80 * 10**9, 2039e9, 312e12, "NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("l4", 24 * 10**9, 300e9, 121e12, "NVIDIA L4", (8, 9)),
+        ("v100", 16 * 10**9, 900e9, 125e12, "Tesla V100-SXM2-16GB", (7, 0)),
+        ("t4", 16 * 10**9, 320e9, 65e12, "Tesla T4", (7, 5)),
     )
 }
-# Maximum number of chips of a TPU host along each axis, and of GPUs of a host.
-_HOST, _GPUS = (2, 2, 1), 8
+# Maximum number of GPUs of a host.
+_GPUS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,31 +102,6 @@ class Topology:
         """Total number of chips."""
         return math.prod(self.bounds)
 
-    @property
-    def request(self) -> dict[str, Any]:
-        """The arguments of `jax.experimental.topologies.get_topology_desc`."""
-        kind = self.accelerator
-        if kind.is_gpu:
-            config = PROCESSORS[kind.name].target_config(kind.kinds[0], kind.memory_bytes, kind.bandwidth)
-            # Numbers of slices, of hosts per slice, and of GPUs per host.
-            return {"platform": "cuda", "target_config": config, "topology": f"1x1x{self.num_devices}"}
-        hosts = tuple(map(min, (*self.bounds, 1)[:3], _HOST))
-        name = f"{kind.target or kind.name}:{'x'.join(map(str, self.bounds))}"
-        request = {"platform": "tpu", "topology_name": name, "chips_per_host_bounds": hosts}
-        return request | dict(kind.options)
-
-
-def published(kind: str) -> Accelerator | None:
-    """Returns the published figures of a device by JAX's name of it (`device_kind`); None if the name is unknown.
-
-    Examples:
-      >>> published("TPU v5 lite").bandwidth
-      819000000000.0
-      >>> published("cpu") is None
-      True
-    """
-    return next((one for one in ACCELERATORS.values() if kind in one.kinds), None)
-
 
 def parse_topology(text: str) -> Topology:
     """Parses a topology such as v5e:2x2, v5p:2x2x1, h100 or h100:8.
@@ -163,10 +112,8 @@ def parse_topology(text: str) -> Topology:
     Examples:
       >>> parse_topology("v5e:2x2").num_devices
       4
-      >>> parse_topology("v5p:2x2x1").request["topology_name"]
-      'v5:2x2x1'
-      >>> parse_topology("h100:8").request["topology"]
-      '1x1x8'
+      >>> parse_topology("h100:8").bounds
+      (8,)
     """
     name, _, bounds = text.partition(":")
     kind = ACCELERATORS.get(name)
