@@ -14,7 +14,7 @@ import pytest
 
 from jaxspec.host import progress
 from jaxspec.methods import registry
-from tests import xla
+from tests import data, xla
 
 # The slowest files run first, so that no worker runs one of them alone at the end. By default xdist begins with the
 # files with the most tests.
@@ -25,6 +25,15 @@ LONGEST = (
 )
 
 
+# The variable that names the method of the tests that name none.
+METHOD = "JAXSPEC_TEST_METHOD"
+# With this variable, a skipped test fails unless its reason is here: CI has all packages and the shared data.
+NO_SKIPS = "JAXSPEC_TEST_NO_SKIPS"
+MAY_SKIP = {
+    "needs chromium or google-chrome in PATH": "a browser is no package of Python",
+}
+if not data.DATA.is_dir():
+    MAY_SKIP["the shared data is not here"] = "it is no part of the repository"
 _PROGRAMS = pytest.StashKey[str]()
 
 
@@ -42,7 +51,7 @@ def pytest_configure(config):
     # They neither read nor write the user's data; tests of it set a directory.
     os.environ["JAXSPEC_DATA"] = os.path.join(os.devnull, "data")
     # Most tests are about plain decoding where they name no method.
-    registry.DEFAULT = "autoregressive"
+    registry.DEFAULT = os.environ.get(METHOD, "autoregressive")
     # A line of the log would stand between expected ones wherever a compilation takes long.
     progress._LOG_S = math.inf
     # In the background of a shell, this process and its children would ignore Ctrl-C.
@@ -60,6 +69,28 @@ def pytest_unconfigure(config):
 def no_default_method(monkeypatch):
     """Refuses texts without a method: code that measures names its baseline, because the default may change."""
     monkeypatch.setattr(registry, "DEFAULT", "no default in this test")
+
+
+def _refuse_skip(report):
+    """Makes a skip a failure where `NO_SKIPS` is set: a test that looks in the wrong place would skip for ever."""
+    if report.skipped and not hasattr(report, "wasxfail") and NO_SKIPS in os.environ:
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason not in MAY_SKIP:
+            report.outcome = "failed"
+            report.longrepr = f"{report.nodeid} skips, which {NO_SKIPS} forbids: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport():
+    """Refuses skips of tests."""
+    return _refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report():
+    """Refuses skips of whole files."""
+    return _refuse_skip((yield))
 
 
 @pytest.hookimpl(wrapper=True)
