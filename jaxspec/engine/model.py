@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,9 +34,6 @@ from jaxspec.session.auto import Auto, Learnt
 from jaxspec.session.prefix import PrefixStore
 from jaxspec.texts.requests import Messages, check_text
 
-_END_OF_REASONING = "</think>"
-# The most tokens of it and of the space after it.
-_LAST = 16
 NO_TEMPLATE = "chat_template_kwargs is for a chat template; give messages, or a text with chat"
 
 
@@ -219,21 +216,6 @@ class Model:
                     raise ValueError(NO_TEMPLATE)
                 return self.tokenizer.encode(text, most_tokens)
         return self.tokenizer.encode_chat(text, chat_template_kwargs, most_tokens)
-
-    def thinks(self, ids: Sequence[int]) -> str | None:
-        """Returns the text that ends the reasoning with which an answer to a conversation begins; None for none.
-
-        A chat template shows it, unless the prompt ends the reasoning already.
-
-        Args:
-          ids: the conversation, from `encode`.
-        """
-        assert self.tokenizer is not None
-        chat = self.tokenizer.chat
-        if chat is None or _END_OF_REASONING not in chat.template:
-            return None
-        last = self.tokenizer.decode(ids[-_LAST:], special=True).rstrip()
-        return None if last.endswith(_END_OF_REASONING) else _END_OF_REASONING
 
     def check_exact(self) -> None:
         """Checks that texts with `exact` are possible. The first check compiles and runs a part of the model.

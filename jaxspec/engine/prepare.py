@@ -173,7 +173,7 @@ class Preparation:
             return self._table(options.grammar) if grammars is None else list(map(self._table, grammars))
         for name, value in given.items():
             spec = getattr(Grammar, name)(value)
-            return [self._table(dataclasses.replace(spec, after=self._thinks(one, options))) for one in batch]
+            return [self._table(dataclasses.replace(spec, after=self._after(one, options))) for one in batch]
         return None
 
     def _table(self, grammar: Any) -> Any:
@@ -183,12 +183,13 @@ class Preparation:
             raise ValueError(f"{self.model.name} has no tokenizer; a grammar needs one")
         return compile_grammar(grammar, self.model.tokenizer, self.model.config.vocab_size)
 
-    def _thinks(self, prompt: Any, options: GenerationOptions) -> str | None:
-        if self.model.tokenizer is None or not (options.chat or not is_text_or_ids(prompt)):
+    def _after(self, prompt: Any, options: GenerationOptions) -> str | tuple[str, str] | None:
+        chat = self.model.tokenizer and self.model.tokenizer.chat
+        if isinstance(prompt, str) and options.chat:
+            prompt = [{"role": "user", "content": prompt}]
+        if chat is None or is_text_or_ids(prompt):
             return None
-        variables = options.chat_template_kwargs
-        ids = self.model.encode(prompt, chat=bool(options.chat), chat_template_kwargs=variables)
-        return self.model.thinks(ids)
+        return chat.reasoning(prompt, options.chat_template_kwargs)
 
     def session(
         self,

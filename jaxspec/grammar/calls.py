@@ -118,7 +118,7 @@ class Markers:
     """
 
     # The first of these bytes, and that of all other added tokens.
-    FIRST, OTHER = 0xFB, 0xFF
+    FIRST, OTHER = 0xF8, 0xFF
 
     def __init__(self, nodes: Nodes, known: Mapping[str, int]) -> None:
         self._nodes, self._known = nodes, known

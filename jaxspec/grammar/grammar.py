@@ -33,8 +33,9 @@ class Grammar:
       kind: `json_schema`, `json_object`, `choices` or `regex`; with `calls` also `text`, which is free outside of the
         calls, and `calls`, which has nothing else.
       source: the schema's JSON text, the choices, or the expression.
-      after: a text that the model writes first, such as `</think>`: everything up to it is free. None: the text begins
-        at once.
+      after: a text that the model writes first, such as `</think>`: everything up to it is free. A pair, such as
+        `("<think>", "</think>")`: the model may begin with the one, and everything up to the other is free then. None:
+        the text begins at once.
       calls: calls of functions that the text may have instead of a document.
 
     Examples:
@@ -44,20 +45,23 @@ class Grammar:
 
     kind: str
     source: str | tuple[str, ...] = ""
-    after: str | None = None
+    after: str | tuple[str, str] | None = None
     calls: Calls | None = None
 
     def __post_init__(self) -> None:
-        if self.after is not None and not (isinstance(self.after, str) and 0 < len(self.after) <= MAX_MARKER):
+        after = self.after if isinstance(self.after, tuple) else (self.after, self.after)
+        right = [isinstance(text, str) and 0 < len(text) <= MAX_MARKER for text in after]
+        if self.after is not None and right != [True, True]:
             raise GrammarError(
-                f"`after` is {self.after!r:.60}; give a text of 1 to {MAX_MARKER} characters such as </think>, or None"
+                f"`after` is {self.after!r:.60}; give a text of 1 to {MAX_MARKER} characters such as </think>, a pair "
+                "of them, or None"
             )
         texts = [*self.source, *itertools.chain(*(self.calls.functions if self.calls else ()))]
         if (size := sum(map(len, texts))) > MAX_SIZE:
             raise GrammarError(f"the grammar has {size} characters; at most {MAX_SIZE} are possible")
 
     @classmethod
-    def json_schema(cls, schema: Any, after: str | None = None) -> Grammar:
+    def json_schema(cls, schema: Any, after: str | tuple[str, str] | None = None) -> Grammar:
         """Returns the grammar of a JSON schema: its JSON text, a mapping, a boolean, or a pydantic class.
 
         Raises:
@@ -76,12 +80,12 @@ class Grammar:
         return cls("json_schema", text, after)
 
     @classmethod
-    def json_object(cls, after: str | None = None) -> Grammar:
+    def json_object(cls, after: str | tuple[str, str] | None = None) -> Grammar:
         """Returns the grammar of any JSON object with at most `OBJECT_DEPTH` objects or arrays inside each other."""
         return cls("json_object", "", after)
 
     @classmethod
-    def choices(cls, texts: Sequence[str], after: str | None = None) -> Grammar:
+    def choices(cls, texts: Sequence[str], after: str | tuple[str, str] | None = None) -> Grammar:
         """Returns the grammar of some texts.
 
         Raises:
@@ -92,7 +96,7 @@ class Grammar:
         return cls("choices", tuple(texts), after)
 
     @classmethod
-    def regex(cls, pattern: str, after: str | None = None) -> Grammar:
+    def regex(cls, pattern: str, after: str | tuple[str, str] | None = None) -> Grammar:
         """Returns the grammar of the texts that a regular expression matches as a whole.
 
         Raises:
@@ -147,7 +151,8 @@ class _Vocabulary:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(spec: Grammar, vocabulary: _Vocabulary, vocab_size: int) -> TokenTable:
-    wanted = (spec.after, *(spec.calls.markers if spec.calls else ()))
+    after = spec.after if isinstance(spec.after, tuple) else (spec.after,)
+    wanted = (*after, *(spec.calls.markers if spec.calls else ()))
     known = Markers.among(wanted, vocabulary.added)
     try:
         following, final = _automaton(spec, known)
@@ -180,6 +185,14 @@ def _automaton(spec: Grammar, known: Mapping[str, int]) -> tuple[np.ndarray, np.
         start = spec.calls.start(nodes, markers, end, spec.kind == "text", start)
     if start is None:
         raise GrammarError("no text matches the grammar")
-    if spec.after is not None:
+    if isinstance(spec.after, str):
         start = markers.search(spec.after, markers.spaced(start))[0]
+    elif spec.after is not None and (spec.kind != "text" or spec.after[0] in known):
+        thought = markers.search(spec.after[1], markers.spaced(start))[0]
+        if spec.kind == "text":  # without the token of the reasoning, or the table would have both at once
+            free = nodes.close(nodes.fresh(), *nodes.empty[start])
+            nodes.edges[free] = tuple(edge for edge in nodes.edges[start] if edge[0] != known[spec.after[0]])
+            start = free
+        start = nodes.either(start, markers.literal(spec.after[0], thought))
+        assert start is not None
     return deterministic(nodes, start, end)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.host.messages import shown
+from jaxspec.host.messages import fitted, shown
 from jaxspec.methods import registry
 from jaxspec.methods.acceptors import LOSSY
 from jaxspec.serving.batch_files import Line, Results
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from jaxspec.engine.drafters import AnyMethod
     from jaxspec.engine.language_model import LanguageModel
 
+_LOG = logging.getLogger(__name__)
 # Texts that are read ahead, per row: so that a free row finds a request of its group. Because their number is limited,
 # and the largest group runs, a small group runs when enough of its requests have been read, or the others have ended.
 _AHEAD = 4
@@ -159,8 +161,8 @@ class Batch:
             for number in added:
                 self._scheduler.cancel(number)
                 del self._running[number]
-            if not isinstance(error, (ValueError, OSError)):  # of this program; the other lines go on
-                self._answer_error(job, 500, f"{type(error).__name__}: {error}", None, results)
+            if not isinstance(error, (ValueError, OSError)):
+                self._answer_failure(job, error, results)
                 return
             if job.request is not None and isinstance(error, ValueError) and not isinstance(error, BadField):
                 error = bad_field(error, job.request)
@@ -175,10 +177,13 @@ class Batch:
             self._fail(number, result.error, results)
         elif None not in job.results:
             found = [one for one in job.results if one is not None]
-            record = (
-                self._plain(job, found[0]) if job.request is None else self._response(job, found, results)
-            )
-            self._answer(job, record, results)
+            try:
+                plain = job.request is None
+                record = self._plain(job, found[0]) if plain else self._response(job, found, results)
+            except Exception as error:
+                self._answer_failure(job, error, results)
+            else:
+                self._answer(job, record, results)
 
     def _fail(self, number: int, message: str, results: Results) -> None:
         """Answers the line of a text with an error, and stops its other texts."""
@@ -269,6 +274,11 @@ class Batch:
             head = {"key": key, "id": content.get("id")}
         results.add(job.line, head | record)
         self.counts.answered += 1
+
+    def _answer_failure(self, job: _Job, error: Exception, results: Results) -> None:
+        """Answers a line with an error of this program; the other lines go on."""
+        _LOG.error("line %d failed", job.line.number, exc_info=error)
+        self._answer_error(job, 500, fitted(f"{type(error).__name__}: {error}"), None, results)
 
     def _answer_error(
         self, job: _Job, status: int, message: str, param: str | None, results: Results

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -603,16 +602,12 @@ class Responses:
     def _further(self, part: Part, is_chunk: bool = False) -> dict[str, Any]:
         """Returns the reasoning and the calls of a message, those that there are."""
         calls = []
-        for index, own in itertools.groupby(part.calls, key=lambda call: call.index):
-            pieces = list(own)
-            function: dict[str, Any] = {"arguments": "".join(call.arguments for call in pieces)}
-            call: dict[str, Any] = {"index": index} if is_chunk else {}
-            if pieces[0].name is not None:
-                # Mistral's templates take ids of nine letters and digits only.
-                id = hashlib.sha256(f"{self.id} {part.index} {index}".encode()).hexdigest()[:9]
-                call |= {"id": id, "type": "function"}
-                function = {"name": pieces[0].name} | function
-            calls.append(call | {"function": function})
+        for call in part.calls:
+            # Mistral's templates take ids of nine letters and digits only.
+            id = hashlib.sha256(f"{self.id} {part.index} {call.index}".encode()).hexdigest()[:9]
+            function = {"name": call.name, "arguments": call.arguments}
+            made = {"id": id, "type": "function", "function": function}
+            calls.append({"index": call.index} | made if is_chunk else made)
         return {
             **({"reasoning_content": part.reasoning} if part.reasoning else {}),
             **({"tool_calls": calls} if calls else {}),

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxspec.grammar.calls import ARGS, Form
+from jaxspec.io.tokenizers.chat import REASONING
 from jaxspec.texts.text import overlap
 
-_SPACE = re.compile(r"[\s,;\[]*")
-_HEAD = re.compile(
-    r'[\s,;\[]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
-_NAMED_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*)?\[ARGS\]\s*(?=\{)")
+# Numbers may have any length; `int` refuses NaN and Infinity, which are no JSON.
+_JSON = json.JSONDecoder(parse_int=str, parse_constant=int)
+# The name of a `named` call, and all beginnings of such a text.
+_NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*)?\[ARGS\]\s*(?=\{)")
+_BEGUN_NAME = re.compile(r"[\w.-]*\s*(?:\[[A-Z_]*\]?\s*\w*\s*){0,2}")
+# The key of an item of a JSON object.
+_KEY = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+# What is between two calls.
+_COMMAS = re.compile(r"[,;\[\]]")
 # Templates with one of these texts have calls in XML, which are not read.
 _XML = ("<arg_key>", "<function=")
 # A system prompt for chat templates without tools, in the form of the first of `FORMS`.
@@ -82,17 +88,17 @@ def told(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """New text of a call.
+    """A call.
 
     Attributes:
       index: the number of the call in the answer.
-      arguments: new text of the JSON object of its arguments.
-      name: the function, at the beginning of a call; else None.
+      name: the function.
+      arguments: the JSON object of its arguments, as the model has written it.
     """
 
     index: int
-    arguments: str = ""
-    name: str | None = None
+    name: str
+    arguments: str
 
 
 @dataclasses.dataclass
@@ -107,30 +113,43 @@ class Read:
 class Reader:
     """Separates the text of an answer, which comes in pieces, into reasoning, content and calls of tools.
 
-    A call whose JSON is wrong is content.
+    A call is held back until its JSON is complete. It counts if it names a tool and has an object of arguments; other
+    text is content. The result does not depend on the pieces.
 
     Args:
       form: the form of calls; None for no tools.
-      after: the text that ends the reasoning, such as `</think>`; None for an answer without it.
+      names: the names of the tools.
+      after: how the answer reasons, see `ChatTemplate.reasoning`.
       most: the most calls; further ones are dropped.
+      document: whether the answer is calls or a document, in which there are no calls.
 
     Attributes:
       num_calls: the number of calls so far.
 
     Examples:
-      >>> read = Reader(FORMS[0]).push('Well.<tool_call>{"name": "now", "arguments": {}}</tool_call>', True)
-      >>> read.content, [call.name or call.arguments for call in read.calls]
-      ('Well.', ['now', '{}'])
+      >>> reader = Reader(FORMS[0], ["now"])
+      >>> reader.push('Well.<tool_call>{"name": "now", "arguments": {}}</tool_call>', True)
+      Read(reasoning='', content='Well.', calls=[Call(index=0, name='now', arguments='{}')])
     """
 
-    def __init__(self, form: Form | None, after: str | None = None, most: int | None = None) -> None:
-        self._form, self._after, self._most = form, after or "", most
-        # The text that is not read yet, and the text before a call, which becomes content if the call is wrong.
-        self._text = self._consumed = ""
-        self._state = self._reasoning if after else self._content
-        self._bare, self._blank = form is not None and form.written == "bare", bool(after)
-        self._named = form is not None and form.written == "named"
-        self._depth, self._quoted, self._escaped = 0, False, False
+    def __init__(
+        self,
+        form: Form | None = None,
+        names: Collection[str] = (),
+        after: str | tuple[str, str] | None = None,
+        most: int | None = None,
+        document: bool = False,
+    ) -> None:
+        self._form, self._names, self._most, self._document = form, names, most, document
+        self._opened = isinstance(after, str)
+        self._thought = next((pair for pair in REASONING if after in (pair, pair[1])), REASONING[0])
+        self._state = self._content if after is None else self._start
+        # The text that is not read yet, how much of it is no whole call, and what is content unless a call follows.
+        self._text, self._tried, self._space, self._marker = "", 0, "", ""
+        # Whether space before content is dropped, and whether the content may begin with a call without a marker.
+        self._blank, self._bare = False, form is not None and form.written == "bare"
+        # Whether a call is directly before the text, and whether calls without a marker may follow, after a wrong one.
+        self._called = self._listed = False
         self.num_calls = 0
 
     def push(self, text: str, last: bool) -> Read:
@@ -139,113 +158,127 @@ class Reader:
         found = Read()
         while self._state(found, last):
             pass
+        if last and not self._called:
+            found.content += self._space
         if self._most is not None:
             found.calls = [call for call in found.calls if call.index < self._most]
         return found
 
+    def _start(self, found: Read, last: bool) -> bool:
+        begin, text = self._thought[0], self._text.lstrip()
+        if not last and len(text) < len(begin) and begin.startswith(text):
+            return False
+        self._state = self._content
+        if self._opened or text.startswith(begin):
+            self._text, self._state = text.removeprefix(begin), self._reasoning
+        return True
+
     def _reasoning(self, found: Read, last: bool) -> bool:
-        opening = self._after.replace("/", "", 1)
-        if self._blank:  # the model may write the opening marker too
-            stripped = self._text.lstrip()
-            if opening.startswith(stripped) and not last:
-                return False
-            self._text, self._blank = stripped.removeprefix(opening), False
-        before, marker, rest = self._text.partition(self._after)
-        kept = 0 if last or marker else overlap(before, self._after)
+        before, marker, rest = self._text.partition(self._thought[1])
+        kept = 0 if last or marker else overlap(before, self._thought[1])
         found.reasoning += before[: len(before) - kept]
         self._text = rest if marker else before[len(before) - kept :]
         if marker:
             self._state, self._blank = self._content, True
         return bool(marker)
 
+    def _say(self, found: Read, text: str) -> None:
+        """Adds content. Space at its end waits: before a call, and after a call at the end, it is no content."""
+        text = self._space + text
+        content = text.rstrip()
+        self._space = text[len(content) :]
+        found.content += content
+        self._called = self._called and not content
+
     def _content(self, found: Read, last: bool) -> bool:
+        stripped = self._text.lstrip()
         if self._blank:
-            self._text = self._text.lstrip()
-            self._blank = not self._text
-        if self._form is None:
-            found.content += self._text
-            self._text = ""
-            return False
-        if self._bare:
-            stripped = self._text.lstrip()
-            if not stripped and not last:
+            self._text, self._blank = stripped, not stripped
+        form, text, call = self._form, self._text, self._bare and stripped.startswith("{")
+        if form is not None and (self._bare or self._document):
+            if not last and form.begin.startswith(stripped):
                 return False
             self._bare = False
-            if stripped.startswith("{"):
-                self._state = self._call
-                return True
-        before, marker, rest = self._text.partition(self._form.begin)
-        if marker:
-            # Space before a call is no content.
-            content = before.rstrip()
-            found.content += content
-            self._text, self._consumed, self._state = rest, before[len(content) :] + marker, self._call
-            return True
-        kept = 0 if last else overlap(before, self._form.begin)
-        certain = before[: len(before) - kept]
-        certain = certain if last else certain.rstrip()
-        if certain.strip() or not self.num_calls:
-            found.content += certain
-        self._text = before[len(certain) :]
-        return False
+            if self._document and not call and not stripped.startswith(form.begin):
+                self._form = form = None
+        at = 0 if call else len(text)
+        if form is not None and not call:
+            again = rf"|[,;\n]\s*(?=\{{)|{re.escape(form.end or form.begin)}" if self._listed else ""
+            place = re.search(re.escape(form.begin) + again, text)
+            at, call = (place.start(), True) if place else (at if last else at - self._num_open(form), False)
+        self._say(found, text[:at])
+        self._text = text[at:]
+        if call:
+            self._state = self._calls
+        return call
 
-    def _call(self, found: Read, last: bool) -> bool:
-        form, text = self._form, self._text
+    def _num_open(self, form: Form) -> int:
+        """Returns the number of letters at the end of the text that may begin a marker or a call."""
+        comma = re.search(r"[,;\n]\s*\Z" if self._listed else r"\Z", self._text)
+        return max(
+            len(comma[0]) if comma else 0, *(overlap(self._text, one) for one in (form.begin, form.end))
+        )
+
+    def _calls(self, found: Read, last: bool) -> bool:
+        form, text, tried, self._tried = self._form, self._text, self._tried, 0
         assert form is not None
-        if form.end and (end := re.match(rf"[\s\]]*{re.escape(form.end)}", text)):
-            self._text, self._state = text[end.end() :], self._content
-            return True
-        if text.lstrip().startswith(form.begin):
-            self._text = text.lstrip().removeprefix(form.begin)
-            return True
-        if head := (_NAMED_HEAD if self._named else _HEAD).match(text):
-            self._begin(found, head[1] if self._named else json.loads(head[1]))
-            self._text, self._state = text[head.end() :], self._arguments
-            return True
-        body = text[_SPACE.match(text).end() :]  # type: ignore[union-attr]
-        try:
-            value, end_at = json.JSONDecoder().raw_decode(body)
-            arguments = value.get("arguments", value.get("parameters"))
-            self._begin(found, str(value["name"]))
-            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-            found.calls.append(Call(self.num_calls - 1, arguments))
-            self._text = body[end_at:]
-            return True
-        except json.JSONDecodeError:
-            if not last and not (form.end and form.end in text):
+        between = re.compile(rf"(?:(?!{re.escape(form.begin)})[\s,;\[\]])*")
+        if not last and between.fullmatch(text, 0, len(text) - self._num_open(form)):
+            return False
+        at = between.match(text).end()  # type: ignore[union-attr]
+        follows = self._called and not self._marker
+        before = _COMMAS.sub("", text[:at]) if follows else self._marker + text[:at]
+        for marker in filter(None, (form.begin, form.end)):
+            if text.startswith(marker, at):
+                begins = marker == form.begin
+                self._say(found, before if begins else "" if follows else before + marker)
+                self._marker, self._listed, self._text = marker * begins, False, text[at + len(marker) :]
+                self._state = self._calls if begins else self._content
+                return True
+        head = _NAME.match(text, at) if form.written == "named" else None
+        if form.written == "named" and not head and not last and _BEGUN_NAME.fullmatch(text, at):
+            return False
+        start, call = head.end() if head else at, None
+        end = start
+        if text.startswith("{", start) and (head or form.written != "named"):
+            whole = _end(text, start) if "}" in text[max(tried, start) :] else None
+            if whole is None and not last:
+                self._tried = len(text)
                 return False
-        except (AttributeError, KeyError, RecursionError):  # JSON that is no call
-            pass
-        if text.strip(" \t\r\n],;"):
-            found.content += self._consumed + text
-        self._text, self._form, self._state = "", None, self._content
-        return False
+            call = _call(text[start:whole], head and head[1]) if whole else None
+            end = whole or start + 1
+        self._text, self._marker = text[end:], ""
+        if call and call[0] in self._names:
+            found.calls.append(Call(self.num_calls, *call))
+            self.num_calls += 1
+            self._space, self._called = "", True
+        else:
+            self._say(found, before + text[at:end])
+            self._state, self._listed = self._content, end > start
+        return True
 
-    def _begin(self, found: Read, name: str) -> None:
-        found.calls.append(Call(self.num_calls, name=name))
-        self.num_calls += 1
-        self._consumed, self._depth = "", 0
 
-    def _arguments(self, found: Read, last: bool) -> bool:
-        text = self._text
-        for at, letter in enumerate(text):
-            if self._quoted:
-                self._quoted = self._escaped or letter != '"'
-                self._escaped = letter == "\\" and not self._escaped
-            elif letter == '"':
-                self._quoted = True
-            elif letter in "{}":
-                self._depth += 1 if letter == "{" else -1
-                if not self._depth:
-                    text, self._state = text[: at + 1], self._after_arguments
-                    break
-        if text:
-            found.calls.append(Call(self.num_calls - 1, text))
-        self._text = self._text[len(text) :]
-        return self._state == self._after_arguments
+def _end(text: str, start: int) -> int | None:
+    """Returns the end of a JSON object; 0 if it is wrong, None if more text may complete it."""
+    try:
+        return _JSON.raw_decode(text, start)[1]
+    except json.JSONDecodeError as error:  # the longest word, -Infinity, has nine letters
+        return None if error.msg.startswith("Unterminated") or error.pos + 9 >= len(text) else 0
+    except (ValueError, RecursionError):
+        return 0
 
-    def _after_arguments(self, found: Read, last: bool) -> bool:
-        _, bracket, rest = ("", "}", self._text) if self._named else self._text.partition("}")
-        if bracket:
-            self._text, self._state = rest, self._call
-        return bool(bracket)
+
+def _call(text: str, name: str | None) -> tuple[str, str] | None:
+    """Returns the name and the arguments in a JSON object, which with `name` are all of it; None if it is no call."""
+    given: dict[str, tuple[Any, str]] = {"name": (name, ""), "arguments": ({}, text)} if name else {}
+    at = 0
+    while not name and (key := _KEY.match(text, at)):
+        value, at = _JSON.raw_decode(text, key.end())
+        given[json.loads(key[1])] = value, text[key.end() : at]
+    called, _ = given.get("name", ("", ""))
+    arguments, written = given.get("arguments", given.get("parameters", ("", "")))
+    if isinstance(arguments, str):  # JSON in JSON
+        written = arguments
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = _JSON.decode(arguments)
+    return (called, written) if isinstance(called, str) and isinstance(arguments, dict) else None

@@ -27,19 +27,22 @@ class Prompts:
       texts: the text of each, for `echo`.
       form: the form of calls of tools; None without tools.
       grammar: the grammar of the texts; None for none.
+      after: how the answer to a chat reasons, see `ChatTemplate.reasoning`; without a grammar it may always begin to.
     """
 
     ids: Sequence[Sequence[int]] = ()
     texts: Sequence[str] = ()
     form: Form | None = None
     grammar: Grammar | None = None
+    after: str | tuple[str, str] | None = None
 
     def reader(self, request: ApiRequest) -> Reader | None:
-        """Returns a reader of one answer; None for an answer that is its text."""
-        after = None if self.grammar is None else self.grammar.after
-        if self.form is None and after is None:
+        """Returns a reader of one answer; None for a completion, which is its text."""
+        if not request.is_chat:
             return None
-        return Reader(self.form, after, request.most_calls)
+        names = [tool["function"]["name"] for tool in request.tools]
+        document = request.grammar is not None and not request.must_call
+        return Reader(self.form, names, self.after, request.most_calls, document)
 
 
 def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
@@ -61,8 +64,12 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
             calls = Calls(form, request.functions, request.most_calls is None)
             rest = Grammar("calls") if request.must_call else grammar or Grammar("text")
             grammar = dataclasses.replace(rest, calls=calls)
-        whole = grammar and dataclasses.replace(grammar, after=lm.thinks(ids))
-        return Prompts([ids], [""], form, whole)
+        chat = lm.tokenizer and lm.tokenizer.chat
+        assert chat is not None  # or `encode` has raised an error
+        after = chat.reasoning(messages, variables)
+        if grammar is not None:
+            return Prompts([ids], [""], form, dataclasses.replace(grammar, after=after), after)
+        return Prompts([ids], [""], form, None, after or chat.thought)
     found, texts = [], []
     for prompt in request.prompts:
         if isinstance(prompt, str):

@@ -245,6 +245,13 @@ def test_variables_reach_the_template(chatty):
             chatty.encode(ASK, chat_template_kwargs={name: True})
 
 
+def test_a_grammar_begins_at_once_where_nothing_asks_for_reasoning():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if thinking %}<think></think>{% endif %}"
+    lm = language_model(chat_template=template)
+    for given in ({"prompts": "ab", "chat": True}, {"messages": [{"role": "user", "content": "ab"}]}):
+        assert lm.generate(**given, choices=["cd"], max_new_tokens=6).text == "cd"
+
+
 def test_a_content_of_text_parts_is_its_text(chatty):
     parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
     one = chatty.generate(messages=[{"role": "user", "content": parts[:1]}], **PLAIN)

@@ -372,9 +372,32 @@ def test_text_before_the_marker_is_free(marker):
     free = [state_after(made, [index]) >= 0 for index in range(256, 270)]
     assert free == [True, True] + [False] * 12  # neither ends nor padding
     assert state_after(made, [256, 257]) < 0
-    assert state_after(made, b"\xfa\xf9") == 0
+    assert state_after(made, b"\xf7\xf6") == 0
     assert state_after(made, b"\xff") < 0  # in no text
     assert compile_grammar(Grammar.regex("a", after="<t>"), Bytes(), 256).final.any()
+
+
+@pytest.mark.parametrize("added", [["<t>", "</t>"], []])
+def test_a_text_may_begin_with_free_text(added):
+    used = Bytes(added)
+    made = compile_grammar(Grammar.choices(["yes", "no"], after=("<t>", "</t>")), used, 258)
+    for text, right in {
+        "yes": True,
+        "<t></t>no": True,
+        "<t>Hm. <t> </thin </t>\n\nno": True,
+        "<t>no": False,
+        "Hm.</t>no": False,
+        "</t>no": False,
+        "<t>Hm.</t>Hm.": False,
+    }.items():
+        assert accepts(made, text.encode()) == (right and not (added and text[0] == "<")), text
+        if added:
+            ids = [one for part in re.split("(</?t>)", text) for one in _marked(part, added)]
+            assert accepts(made, ids) == right, text
+
+
+def _marked(text, added):
+    return [256 + added.index(text)] if text in added else list(text.encode())
 
 
 HOSTILE = [
@@ -469,6 +492,7 @@ def test_any_object_and_the_other_kinds():
         (lambda: Grammar.regex("a" * 300_000), "has 300000 characters; at most"),
         (lambda: Grammar.json_schema(itself), "cannot be written as JSON: Circular"),
         (lambda: Grammar.regex("a", after=""), "`after` is ''; give a text of 1 to 256 characters"),
+        (lambda: Grammar.regex("a", after=("", "x")), "a pair of them, or None"),
         (lambda: Grammar.regex("a", after="x" * 300), "`after` is 'xx.*; give a text of 1 to 256 characters"),
         (lambda: Grammar.regex("a", after=5), "`after` is 5; give a text"),
         (lambda: table(Grammar.regex("a", after="\ud800")), "a character that is no text"),

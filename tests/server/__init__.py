@@ -104,12 +104,13 @@ class Scripted(FakeScheduler):
 
     Args:
       tokenizer: the tokenizer.
-      ids: the tokens.
+      ids: the tokens; those of several answers are chosen by the seed of a request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int] | Sequence[Sequence[int]]) -> None:
         super().__init__()
         self._tokenizer, self._ids = tokenizer, ids
+        self._answers: dict[int, Any] = {}
         self._texts: dict[int, tuple[Callable[[], RowText], RowText]] = {}
 
     def add(self, **arguments: Any) -> int:
@@ -117,13 +118,15 @@ class Scripted(FakeScheduler):
         stops = [stop] if isinstance(stop := arguments.get("stop", ()), str) else stop
         new_text = functools.partial(row_text, self._tokenizer, arguments["prompt"], stops)
         self._texts[number] = new_text, new_text()
+        several = self._ids and not isinstance(self._ids[0], int)
+        self._answers[number] = self._ids[arguments["seed"]] if several else self._ids
         return number
 
     def step(self) -> list[Event]:
         self.gate.wait()
         events = []
         for number, row in list(self.rows.items()):
-            token = Token(self._ids[row[1]], log_prob=-1.0 - row[1])
+            token = Token(self._answers[number][row[1]], log_prob=-1.0 - row[1])
             row[1] += 1
             new_text, text = self._texts[number]
             gained, _, stopped = text.push([token.id], row[1] == row[0])

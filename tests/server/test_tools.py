@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import random
 import re
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jsonschema
 import pytest
@@ -17,6 +20,8 @@ from jaxspec.grammar import Grammar, compile_grammar
 from jaxspec.grammar.calls import Calls
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.io.tokenizers.tokenizer_file import FileTokenizer
+from jaxspec.serving import batch
+from jaxspec.serving.batch_files import Results, read_lines
 from jaxspec.serving.openai import CHAT, joined, request_of
 from jaxspec.serving.tools import FORMS, Reader, told
 from jaxspec.serving.translation import Choice, encoded
@@ -63,7 +68,43 @@ ANSWERS = {
     ),
     "wrong": (HERMES, " <tool_call>{now}</tool_call> Oh ", " <tool_call>{now}</tool_call> Oh ", []),
     "no call": (HERMES, " a <tool_cal \n", " a <tool_cal \n", []),
-    "cut": (HERMES, '<tool_call>{"name": "b", "arguments": {"a": "}', "", [("b", '{"a": "}')]),
+    "cut": (
+        HERMES,
+        f'Hm.<tool_call>{OTHER}<tool_call>{{"name": "b", "arguments": {{"a": "}}',
+        'Hm.<tool_call>{"name": "b", "arguments": {"a": "}',
+        [("now", "{}")],
+    ),
+    "type first": (
+        HERMES,
+        '<tool_call>{"type": "function", "parameters": {}, "name": "b"}</tool_call>',
+        "",
+        [("b", "{}")],
+    ),
+    "an end inside a string": (
+        HERMES,
+        '<tool_call>{"name": "b", "arguments": {"a": "</tool_call>{"}}</tool_call> Hm.',
+        " Hm.",
+        [("b", '{"a": "</tool_call>{"}')],
+    ),
+    "arguments as text": (
+        HERMES,
+        '<tool_call>{"name": "b", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("b", '{"a": 1}')],
+    ),
+    "numbers as they are written": (
+        HERMES,
+        f'<tool_call>{{"name": "b", "arguments": {{"a": {"9" * 5000}, "b": 1.10, "c": "\\u00e9"}}}}</tool_call>',
+        "",
+        [("b", f'{{"a": {"9" * 5000}, "b": 1.10, "c": "\\u00e9"}}')],
+    ),
+    "space": (HERMES, f"\n<tool_call>{OTHER}</tool_call>\n\nDone. \n", "\n\nDone. \n", [("now", "{}")]),
+    "a marker alone": (
+        HERMES,
+        f"<tool_call> begins a call.\n<tool_call>{OTHER}</tool_call>",
+        "<tool_call> begins a call.",
+        [("now", "{}")],
+    ),
     "phi": (PHI, f"<|tool_call|>[{OTHER}]<|/tool_call|>", "", [("now", "{}")]),
     "granite": (GRANITE, f"<|tool_call|>[{OTHER}]", "", [("now", "{}")]),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{CALL}, {OTHER}]", "", [("weather", ARGUMENTS), ("now", "{}")]),
@@ -82,7 +123,31 @@ ANSWERS = {
         [("b", "{}"), ("c", "{}")],
     ),
     "llama's JSON": (LLAMA, '{"answer": [42]}', '{"answer": [42]}', []),
+    "llama's set": (LLAMA, "{x, y} is a set.", "{x, y} is a set.", []),
 }
+# Objects that are no calls: without a name of a tool or without arguments, and those that are no JSON.
+NO_CALLS = [
+    '{"name": "Ada", "age": 36}',
+    '{"name": "unknown", "arguments": {}}',
+    '{"name": "now"}',
+    '{"name": "now", "arguments": [1]}',
+    '{"name": "now", "arguments": null}',
+    '{"name": "now", "arguments": "{"}',
+    '{"name": ["now"], "arguments": {}}',
+    '{"arguments": {}}',
+    r'{"name": "n\_ow", "arguments": {}}',
+    r'{"name": "\ud83d", "arguments": {}}',
+    '{"name": "now", "arguments": {\'a\': 1}}',
+    '{"name": "now", "arguments": {a: 1}}',
+    '{"name": "now", "arguments": {"a": 1,}}',
+    '{"name": "now", "arguments": {"a": Rome"}}',
+    '{"name": "now", "arguments": {"a": \u201cRome\u201d}}',
+    '{"name": "now", "arguments": {"a": NaN}}',
+    '{"name": "now", "arguments": {"a": "b\nc"}}',
+    '{"name": "now", "arguments": {"a": "b}}',
+    '{"name": "now", "arguments": ' + '{"a":' * 2000 + "1" + "}" * 2001,
+]
+NAMES = ("weather", "now", "b", "c")
 
 
 def read(reader, pieces):
@@ -101,29 +166,122 @@ def test_an_answer_in_any_pieces_is_its_content_and_its_calls(name):
     form, text, content, calls = ANSWERS[name]
     for size in (1, 2, 3, 7, len(text)):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        whole, found = read(Reader(form), pieces)
+        whole, found = read(Reader(form, NAMES), pieces)
         assert (whole.text, found) == (content, calls), size
         assert whole.finish_reason == ("tool_calls" if calls else "stop")
+    borders = [found.start() for found in re.finditer(r"\w+|\W", text)][:60]  # of words and signs
+    for first, second in itertools.combinations([*borders, len(text)], 2):
+        whole, found = read(Reader(form, NAMES), [text[:first], text[first:second], text[second:]])
+        assert (whole.text, found) == (content, calls), (first, second)
+
+
+def written(form, *objects):
+    """The text of an answer with these objects in place of calls."""
+    if form.written == "named":
+        called = [
+            re.sub(r'\{"name": "(\w+)", "arguments": (.*)\}', r"\1[ARGS]\2", one, flags=re.DOTALL)
+            for one in objects
+        ]
+        return "".join(f"{form.begin}{one}{form.end}" for one in called)
+    if form.written == "bare":
+        return "; ".join(objects)
+    if form.written == "list":
+        return f"{form.begin}[{', '.join(objects)}]{form.end}"
+    return "".join(f"{form.begin}\n{one}\n{form.end}" for one in objects)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.mark}{form.written}")
+@pytest.mark.parametrize("wrong", NO_CALLS)
+def test_what_is_no_call_is_content_and_does_not_end_the_reading(form, wrong):
+    """The client can parse the arguments of each call, and no letter of the rest is lost."""
+    if form.written == "named" and "[ARGS]{" not in written(form, wrong):
+        return  # the form has no such text
+    for objects, calls in (((wrong,), []), ((OTHER, wrong), ["now"]), ((wrong, CALL), ["weather"])):
+        text = written(form, *objects)
+        for pieces in (text, [text], [text, "\n Done."], [*text, "\n Done."]):
+            whole, found = read(Reader(form, NAMES), pieces)
+            assert [name for name, _ in found] == calls
+            for _, arguments in found:
+                assert isinstance(json.loads(arguments), dict)
+            assert (
+                wrong.partition("[ARGS]")[2] if form.written == "named" else wrong
+            ) in whole.text or form is NAMED
+            assert whole.text.endswith("\n Done.") == (len(pieces[-1]) == 7)
+
+
+@pytest.mark.parametrize("form", [*FORMS, None], ids=lambda form: form and f"{form.mark}{form.written}")
+@hypothesis.given(st.data())
+def test_any_text_in_any_pieces_is_one_message(form, data):
+    marks = [
+        "<think>",
+        "</think>",
+        "<|python_tag|>",
+        *(one for f in FORMS for one in (f.begin, f.end) if one),
+    ]
+    parts = [
+        *marks,
+        *NO_CALLS[:-1],
+        OTHER,
+        CALL,
+        "now[ARGS]{}",
+        *'{}[],;:"\\ \n',
+        "\ud800",
+        '"name": "now"',
+        "Hi. ",
+    ]
+    text = "".join(data.draw(st.lists(st.one_of(st.sampled_from(parts), st.text(max_size=3)), max_size=9)))
+    after = data.draw(st.sampled_from([None, "</think>", ("<think>", "</think>")]))
+    options = {"after": after, "document": data.draw(st.booleans())}
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    found = [read(Reader(form, NAMES, **options), given) for given in ([text], pieces, [*text])]
+    parts = [(whole.text, whole.reasoning, calls) for whole, calls in found]
+    assert parts[0] == parts[1] == parts[2]
+    for _, arguments in parts[0][2]:
+        assert isinstance(json.loads(arguments), dict)
+    if form is None and after is None:
+        assert parts[0][0] == text
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.mark}{form.written}")
+def test_a_document_has_no_calls(form):
+    """Where the answer is calls or a document, calls are at its beginning."""
+    call = written(form, OTHER)
+    for text in (
+        json.dumps({"name": "Ada", "note": call}),
+        '{"a": "[TOOL_CALLS]now[ARGS]{}"}',
+        f"yes {call}",
+    ):
+        for pieces in (text, [text]):
+            whole, found = read(Reader(form, NAMES, document=True), pieces)
+            assert (whole.text, found) == (text, [])
+        whole, found = read(Reader(form, NAMES, document=True), f"\n{call}")
+        assert (whole.text.strip(), found) == ("", [("now", "{}")])
 
 
 def test_reasoning_and_single_calls():
-    text = f"<think>\nHm <b> </thin\n</think>\n\n<tool_call>\n{CALL}"
+    thought = f"\nHm <b> <tool_call>\n{OTHER}\n</tool_call> </thin\n"
+    text = f"<think>{thought}</think>\n\n<tool_call>\n{CALL}"
     for pieces in (text, [text]):
-        whole, found = read(Reader(HERMES, "</think>"), pieces)
-        assert (whole.reasoning, whole.text) == ("\nHm <b> </thin\n", "")
-        assert found == [("weather", ARGUMENTS)]
-        whole, found = read(Reader(None, "</think>"), pieces)
-        assert (whole.reasoning, whole.text, found) == ("\nHm <b> </thin\n", f"<tool_call>\n{CALL}", [])
-    _, found = read(Reader(MISTRAL, most=1), f"[TOOL_CALLS] [{CALL}, {OTHER}]")
+        for after in ("</think>", ("<think>", "</think>")):
+            whole, found = read(Reader(HERMES, NAMES, after), pieces)
+            assert (whole.reasoning, whole.text, found) == (thought, "", [("weather", ARGUMENTS)])
+            whole, found = read(Reader(None, NAMES, after), pieces)
+            assert (whole.reasoning, whole.text, found) == (thought, f"<tool_call>\n{CALL}", [])
+    begun = text.removeprefix("<think>")
+    assert read(Reader(HERMES, NAMES, "</think>"), begun)[0].reasoning == thought.lstrip()
+    whole, found = read(Reader(HERMES, NAMES, ("<think>", "</think>")), [f" Hm. {text}"])
+    assert (whole.reasoning, len(found)) == ("", 2)
+    assert read(Reader(MISTRAL, NAMES, ("[THINK]", "[/THINK]")), "[THINK]a[/THINK]b")[0].reasoning == "a"
+    _, found = read(Reader(MISTRAL, NAMES, most=1), f"[TOOL_CALLS] [{CALL}, {OTHER}]")
     assert found == [("weather", ARGUMENTS)]
 
 
-def test_pieces_of_arguments_come_as_they_are_written():
-    reader = Reader(HERMES)
-    assert not reader.push('<tool_call>{"name": "b", "argu', False).calls
-    (begin, first) = reader.push('ments": {"a"', False).calls
-    (second,) = reader.push(': "c', False).calls
-    assert (begin.name, first.arguments, second.arguments) == ("b", '{"a"', ': "c')
+def test_a_call_comes_when_it_is_whole():
+    reader = Reader(HERMES, NAMES)
+    assert not reader.push('<tool_call>{"name": "b", "arguments": {"a": "c"}', False).calls
+    (call,) = reader.push("}", False).calls
+    assert (call.name, call.arguments) == ("b", '{"a": "c"}')
 
 
 SKY = {"type": "object", "properties": {"blue": {"type": "boolean"}}, "required": ["blue"]}
@@ -150,7 +308,8 @@ def test_texts_of_a_grammar_are_documents_or_calls_that_follow_their_schemas(for
         for _ in range(60):
             ids = walk(made, rng, 60)
             pieces = [bytes([one]) if one < 256 else added[one - 256].encode() for one in ids]
-            whole, found = read(Reader(form), [b"".join(pieces).decode(errors="replace")])
+            reader = Reader(form, NAMES, document=rest == "document")
+            whole, found = read(reader, [b"".join(pieces).decode(errors="replace")])
             counts.add(len(found))
             for name, arguments in found:
                 jsonschema.validate(json.loads(arguments), SCHEMAS[name])
@@ -266,6 +425,17 @@ def test_the_grammar_of_a_request_follows_from_its_tools():
         )
 
 
+def test_grammars_and_readers_have_one_rule_of_reasoning():
+    thinks = "{% if thinking %}<think></think>{% endif %}"
+    lm, _ = scripted(thinks + TEMPLATES["none"] + "{% if opens %}<think>{% endif %}")
+    pair, document = ("<think>", "</think>"), {"response_format": {"type": "json_object"}}
+    for variables, after in (({}, None), ({"thinking": True}, pair), ({"opens": True}, "</think>")):
+        body = {"messages": TALK[:2], "chat_template_kwargs": variables}
+        assert encoded(lm, request_of(CHAT, body)).after == (after or pair)
+        prompts = encoded(lm, request_of(CHAT, body | document))
+        assert prompts.grammar.after == prompts.after == after
+
+
 @pytest.mark.parametrize(
     ("template", "form"),
     [
@@ -357,17 +527,94 @@ def test_calls_in_responses_and_streams():
     }
     assert len(call["id"]) == 9
     assert len(choice["logprobs"]["content"]) == len(data)
-    pieces = [one for part in parts for one in part["delta"].get("tool_calls", ())]
-    assert pieces[0] | {"id": ""} == {
-        "index": 0,
-        "id": "",
-        "type": "function",
-        "function": {"name": "weather", "arguments": "{"},
-    }
-    assert "".join(one["function"]["arguments"] for one in pieces) == ARGUMENTS
-    assert all(one.keys() == {"index", "function"} for one in pieces[1:])
-    assert len(pieces) > 10
+    (streamed,) = [one for part in parts for one in part["delta"].get("tool_calls", ())]
+    assert streamed == {"index": 0, **call, "id": streamed["id"]}
     assert "".join(part["delta"].get("content", "") for part in parts) == "Hm."
+
+
+def odd_answers(form):
+    """Answers of a form that are cut, spoiled or random, as bytes."""
+    rng, good = random.Random(0), f"<think>Hm.</think>\n{written(form, CALL, OTHER)} Done.".encode()
+    found = [good[: rng.randrange(len(good))] for _ in range(6)]
+    for wrong in (*NO_CALLS[:-1], '{"name": "now", "arguments": {"a": "\\ud800"}}'):
+        found.append(written(form, wrong, OTHER).encode())
+    for piece in (b"\xed\xa0\x80", b"\xff", b"\\", b'"', b"\x00"):
+        found += [bytes([*good[:at], *piece, *good[at:]]) for at in rng.sample(range(len(good)), 2)]
+    return [*found, *(rng.randbytes(40) for _ in range(4)), good]
+
+
+def request_line(number, tokens):
+    body = {"messages": TALK[:2], "tools": [WEATHER, NOW], "seed": number, "max_tokens": tokens}
+    return {"custom_id": str(number), "url": CHAT, "body": body}
+
+
+def batch_answers(monkeypatch, path, lm, make, lines):
+    """The responses of a batch to lines, whose texts are scripted."""
+    monkeypatch.setattr(batch, "Scheduler", lambda lm, **options: make())
+    path.joinpath("in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with Results(path / "out", {}) as results:
+        batch.Batch(lm).run(read_lines(path / "in"), results)
+    records = map(json.loads, path.joinpath("out").read_text().splitlines())
+    return {int(record["custom_id"]): record["response"] for record in records}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.mark}{form.written}")
+def test_each_answer_of_a_model_is_a_result(form, monkeypatch, tmp_path):
+    """One message, in a response, in a stream and in a batch, whatever the model has written."""
+    marks = f"tools is not none {form.begin} {form.end} {form.mark}"
+    lm, _ = scripted("{% if tools %}" + marks + "{% endif %}" + TEMPLATES["none"])
+    answers = odd_answers(form)
+    make = functools.partial(Scripted, lm.tokenizer, [byte_ids("byte_level", data) for data in answers])
+    lines = [request_line(number, len(data)) for number, data in enumerate(answers)]
+    found = batch_answers(monkeypatch, tmp_path, lm, make, lines)
+    assert sorted(found) == list(range(len(answers)))
+    with client(application(make, lm=lm)[0]) as http:
+        for number, line in enumerate(lines):
+            message = asked(http, CHAT, **line["body"])["choices"][0]["message"]
+            calls = message.get("tool_calls", [])
+            for call in calls:
+                assert isinstance(json.loads(call["function"]["arguments"]), dict)
+            assert found[number]["status_code"] == 200
+            same = found[number]["body"]["choices"][0]["message"]
+            deltas = [one["choices"][0]["delta"] for one in chunks(http, CHAT, **line["body"])]
+            streamed = [one for delta in deltas for one in delta.get("tool_calls", ())]
+            functions = [call["function"] for call in calls]
+            for others in (same.get("tool_calls", []), streamed):
+                assert [one["function"] for one in others] == functions
+            for name in ("content", "reasoning_content"):
+                assert same.get(name) == message.get(name)
+                assert "".join(delta.get(name) or "" for delta in deltas) == (message.get(name) or "")
+    assert (message["reasoning_content"], message["content"], len(calls)) == ("Hm.", message["content"], 2)
+
+
+def test_an_error_while_an_answer_is_read_is_that_of_its_request(monkeypatch, tmp_path, caplog):
+    lm, _ = scripted(TEMPLATES["qwen"])
+    answers = [b"Hello", b"Hell!", b"Howdy"]
+    make = functools.partial(Scripted, lm.tokenizer, [byte_ids("byte_level", data) for data in answers])
+    lines = [request_line(number, 5) for number in range(3)]
+    push = Reader.push
+
+    def fails(reader, text, last):
+        if "!" in text:
+            raise ValueError("odd\ntext")
+        return push(reader, text, last)
+
+    monkeypatch.setattr(Reader, "push", fails)
+    found = batch_answers(monkeypatch, tmp_path, lm, make, lines)
+    assert "Traceback" in caplog.text
+    caplog.clear()
+    with client(application(make, lm=lm)[0]) as http:
+        for number, line in enumerate(lines):
+            answer = http.post(CHAT, json=line["body"])
+            streamed = http.post(CHAT, json={**line["body"], "stream": True})
+            error = found[number]["body"].get("error")
+            assert [answer.status_code, found[number]["status_code"]] == [500 if number == 1 else 200] * 2
+            assert ("odd text" in streamed.text) == (number == 1) == ("Traceback" in caplog.text)
+            assert streamed.text.endswith("data: [DONE]\n\n")
+            if number == 1:
+                assert error["message"] == answer.json()["error"]["message"] == "ValueError: odd text"
+                assert error["type"] == answer.json()["error"]["type"] == "server_error"
+            caplog.clear()
 
 
 def test_a_call_alone_has_no_content():

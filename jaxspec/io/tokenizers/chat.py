@@ -26,6 +26,15 @@ _GIVEN = frozenset(
     ("messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message")
 ) | {"return_assistant_tokens_mask"}
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # begins a block of an answer
+# The texts around the reasoning of an answer: most families; EXAONE Deep; Seed-OSS; Magistral; Granite 3.2.
+REASONING = (
+    ("<think>", "</think>"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("Here is my thought process:", "Here is my response:"),
+)
+_MOST_NAMES = 16  # names in a template that are tried as variables for its reasoning
 _MOST = 200  # characters of a template's error message
 
 
@@ -94,6 +103,72 @@ class ChatTemplate:
         except Exception as error:  # a template can raise any exception
             raise ValueError(f"the chat template cannot render the conversation: {_line(error)}") from None
         return Rendered(text, tuple(answers[0]) if answers else ())
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """Returns the text of a conversation up to the place where the model's answer begins or continues.
+
+        If the last message is the assistant's, it is continued: the text after its content is left out.
+
+        Raises:
+          ValueError: as `render`.
+        """
+        go_on = bool(messages) and messages[-1].get("role") == "assistant"
+        return self.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
+
+    @property
+    def thought(self) -> tuple[str, str]:
+        """The texts around reasoning that the template names; if it names none, those of most families."""
+        return next((pair for pair in REASONING if any(one in self.template for one in pair)), REASONING[0])
+
+    def reasoning(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> str | tuple[str, str] | None:
+        """Returns how the answer to a conversation reasons, from the prompt that the template makes of it.
+
+        Returns:
+          The text that ends the reasoning, if the prompt begins it. The texts before and after it, if the answer may
+          begin it: the prompt names them, or the template does and no variable or system message is missing for it.
+          None: the prompt ends the reasoning, or there is none.
+
+        Raises:
+          ValueError: as `render`.
+
+        Examples:
+          >>> chat = ChatTemplate("{{ messages[0].content }}{{ '<think>' if thinking else '' }}{# </think> #}")
+          >>> ask = [{"role": "user", "content": "Hi"}]
+          >>> chat.reasoning(ask), chat.reasoning(ask, {"thinking": True})
+          (None, '</think>')
+        """
+        begin, end = pair = self.thought
+        if begin not in self.template and end not in self.template:
+            return None
+        text = self.prompt(messages, variables).rstrip()
+        if text.endswith(begin):
+            return end
+        if text.endswith(end):
+            return None
+        last = messages[-1] if messages else {}
+        if last.get("role") == "assistant" and (said := str(last.get("content") or "").strip()):
+            return end if said.rfind(begin) > said.rfind(end) else None
+
+        def shown(system: bool, **more: bool) -> str:
+            """Returns the prompt of a short conversation, with or without the system messages; "" if there is none."""
+            kept = [one for one in messages if system and one.get("role") in ("system", "developer")]
+            short = [*kept, {"role": "user", "content": "Hi"}]
+            try:
+                return self.prompt(short, {**(variables or {}), **more}).rstrip()
+            except ValueError:
+                return ""
+
+        # Names that may be variables for it, such as Qwen3's `enable_thinking`.
+        words = dict.fromkeys(re.findall(r"[\w.'\"]+", self.template))
+        names = [one for one in words if one.isidentifier() and re.search("think|reason", one)][:_MOST_NAMES]
+        if end in shown(True) or any(shown(True, **{name: False}).endswith(end) for name in names):
+            return pair
+        asked = (shown(False), *(shown(False, **{name: True}) for name in names))
+        return None if any(end in one or one.endswith(begin) for one in asked) else pair
 
 
 def quiet_transformers() -> Any:

@@ -20,7 +20,13 @@ from jaxspec.host.files import read_json, refuse_pointer
 from jaxspec.host.messages import brief_errors
 from jaxspec.io.gguf import gguf_tokenizer
 from jaxspec.io.gguf.container import is_gguf
-from jaxspec.io.tokenizers.chat import ChatTemplate, default_template, quiet_transformers, stored_template
+from jaxspec.io.tokenizers.chat import (
+    REASONING,
+    ChatTemplate,
+    default_template,
+    quiet_transformers,
+    stored_template,
+)
 from jaxspec.io.tokenizers.chat_forms import FORMS, template_of
 from jaxspec.io.tokenizers.tokenizer_file import failures, read_tokenizer
 
@@ -39,8 +45,10 @@ FILES = (
 _CANNOT_ENCODE = "the model's tokenizer cannot encode the text"
 _CANNOT_DECODE = "the model's tokenizer cannot decode token ids"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Special tokens that begin the parts of a call of a tool. They belong to the text, in which a caller finds the call.
-_CALLS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>")
+# Special tokens that begin the parts of a call of a tool, or are around the reasoning. They belong to the text, in
+# which a caller finds both.
+_SHOWN = {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>"}
+_SHOWN |= {marker for pair in REASONING for marker in pair}
 # A longer window is halved, so that the cost of a token does not grow with the text.
 _WINDOW = 64
 # The most bytes of a character before its last one.
@@ -156,7 +164,7 @@ class Tokenizer:
         self._alone: dict[int, tuple[str, bytes]] = {}
         added = loaded.added_tokens_decoder.items()
         special = {*loaded.all_special_ids, *(index for index, token in added if token.special)}
-        self._skipped = frozenset(special - {index for index, token in added if token.content in _CALLS})
+        self._skipped = frozenset(special - {index for index, token in added if token.content in _SHOWN})
         self._shows_special = len(self._skipped) < len(special)
 
     @property
@@ -245,8 +253,7 @@ class Tokenizer:
                 f"the model has no chat template; give one with chat_template=FILE, or {', '.join(FORMS)}, or give a "
                 "model that was trained to chat, such as model=smollm2"
             )
-        go_on = bool(messages) and messages[-1].get("role") == "assistant"
-        text = chat.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
+        text = chat.prompt(messages, variables)
         self._check_size(text, most_tokens)
         with failures(_CANNOT_ENCODE):
             return self._one_bos(self._loaded.encode(text, add_special_tokens=False))

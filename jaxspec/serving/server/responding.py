@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import Coroutine, Mapping
+import logging
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from jaxspec.host.messages import fitted
 from jaxspec.serving.openai import ApiRequest, Part, Responses, joined
 from jaxspec.serving.server.answers import Answer
-from jaxspec.serving.server.engine_thread import Job, News
+from jaxspec.serving.server.engine_thread import Job, News, Unavailable
 from jaxspec.serving.server.metrics import metrics_of
 from jaxspec.serving.server.refusals import EXPECTED, refused
 
+_LOG = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -63,17 +66,20 @@ class Exchange:
                 async for news in self.job.news():
                     for part in await self._parts(news):
                         choices[part.index].append(part)
+            with _failures():
+                parts = [joined(own) for own in choices]
+                body = self.responses.whole(parts, self.answer.usage(), metrics_of(self.job))
+                response = JSONResponse(body)
         except EXPECTED as error:
             raise refused(error, self.request) from None
-        parts = [joined(own) for own in choices]
-        body = self.responses.whole(parts, self.answer.usage(), metrics_of(self.job))
-        await JSONResponse(body)(scope, _never, send)
+        await response(scope, _never, send)
 
     async def _parts(self, news: News) -> list[Part]:
         """Returns the parts of new pieces; texts of single tokens are decoded beside the event loop."""
-        if self.request.logprobs:
-            return await asyncio.to_thread(self.answer.parts, news)
-        return self.answer.parts(news)
+        with _failures():
+            if self.request.logprobs:
+                return await asyncio.to_thread(self.answer.parts, news)
+            return self.answer.parts(news)
 
     async def _stream(self, send: Send) -> None:
         stream = _Stream(send)
@@ -82,10 +88,10 @@ class Exchange:
                 async for news in self.job.news():
                     if not stream.began:  # the scheduler has accepted the job
                         await stream.begin()
-                        await stream.write(*self.responses.first_chunks())
+                        await stream.write(self.responses.first_chunks())
                     parts = await self._parts(news)
-                    await stream.write(*(chunk for part in parts for chunk in self.responses.chunks(part)))
-                await stream.write(*self.responses.last_chunks(self.answer.usage(), metrics_of(self.job)))
+                    await stream.write(chunk for part in parts for chunk in self.responses.chunks(part))
+                await stream.write(self.responses.last_chunks(self.answer.usage(), metrics_of(self.job)))
                 await stream.end()
         except EXPECTED as error:
             found = refused(error, self.request)
@@ -93,8 +99,20 @@ class Exchange:
                 raise found from None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WRITE_S):
-                    await stream.write(found.body)
+                    await stream.write([found.body])
                     await stream.end()
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Makes an error of this program, which what a model has written may show, one of this response with status 500."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Unavailable):
+            raise
+        _LOG.error("the response failed", exc_info=error)
+        raise Unavailable(fitted(f"{type(error).__name__}: {error}"), 500, "response_failed") from None
 
 
 class _Stream:
@@ -107,10 +125,11 @@ class _Stream:
         await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         self.began = True
 
-    async def write(self, *chunks: Mapping[str, Any]) -> None:
-        if chunks:
+    async def write(self, chunks: Iterable[Mapping[str, Any]]) -> None:
+        with _failures():
             lines = (json.dumps(chunk, ensure_ascii=False, allow_nan=False) for chunk in chunks)
             data = "".join(f"data: {line}\n\n" for line in lines).encode()
+        if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
