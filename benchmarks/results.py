@@ -89,7 +89,10 @@ UNTESTED = {
 # Models of the commands that are not part of the project, and how to train them.
 _RECIPES = "--config training/recipes/tasks.yaml --config training/recipes/sorted.yaml"
 TRAINED = {
-    f"runs/{name}/model": f"python -m training.{job} {_RECIPES} {options} --run runs/{name} --output runs/{name}/model"
+    f"runs/{name}/model": (
+        f"git checkout 4b4a9dc9 && python -m training.{job} {_RECIPES} {options} --run runs/{name} --output "
+        f"runs/{name}/model"
+    )
     for name, job, options in (
         ("sft-draft", "sft", "--start-layers 6"),
         ("distilled-draft", "soft", "--exits 2 4 6 --target checkpoints/small --distil-weight 1"),

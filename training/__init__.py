@@ -23,9 +23,6 @@ JOBS = {
     "probe": "training.probe",
     "export": "training.export",
     "plots": "training.plots",
-    "throughput": "training.throughput",
-    "depth": "training.depth",
-    "tasks": "training.tasks",
 }
 
 try:

@@ -18,16 +18,13 @@ from jaxspec.engine.language_model import load
 from jaxspec.host import files, processes
 from jaxspec.host.progress import duration
 from jaxspec.io.hf import huggingface
-from jaxspec.io.methods.method_files import FITNESS_NAME
 from jaxspec.io.tokenizers.tokenizer import copy_files
 from training import command, outputs
 from training.data import bpe_tokenizer, packing
 from training.loop import state_sharding
 from training.loop.checkpoints import Checkpoints
 from training.option_files import parse_plain
-from training.reports import card, fitness, metrics
-from training.reports import fitness_report as fitness_bench
-from training.reports.use import of_job
+from training.reports import card, metrics
 from training.run import CHECKPOINTS, read_run
 from training.run_options import SCRATCH, Written
 
@@ -53,8 +50,6 @@ def export(
     run: Path, output: Path, samples: int, report: Callable[[str], None], dtype: str | None = None
 ) -> str:
     """Writes config, generation config, weights, tokenizer and card of the best checkpoint.
-
-    If the model had not yet grown to its full depth at that checkpoint, the shallower model is written.
 
     Args:
       run: the run directory.
@@ -85,7 +80,6 @@ def export(
     line = f"wrote step {step} in {dtype}, held-out loss {loss}, to {output}"
     if not processes.is_first():
         return line
-    config = config.truncated(len(params["layers"]))
     trained_for = huggingface.read_trained_for(run, config)
     outputs.claim(output, run, record.get("identity", {}))
     generation = huggingface.generation_defaults(run)
@@ -105,26 +99,20 @@ def export(
         prompt: card.sample(lm.config, lm.params, words, samples, prompt)
         for prompt in card.prompts_for(held_out, words)
     }
-    fit = fitness_bench.measure(lm, held_out)
-    files.write_json(output / FITNESS_NAME, fit)
     weights = f"{dtype}, trained in {options['weights']}"
     if of:
         weights += f"; the held-out losses are those of the weights{of}"
     start = None if options["start"] == SCRATCH else options["start"]
-    use = of_job(record, start, output, config, measured)
-    text = card.write(
-        output.name, config, record, metrics.read(run), step, measured, texts, fit, weights, use
-    )
+    use = card.use_of_job(record, start, output)
+    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, weights, use)
     files.write_atomic(output / "README.md", text)
     return f"{line} in {duration(time.monotonic() - begin)}"
 
 
-def held_out_texts(run: Path, rows: int) -> dict[str, fitness.Texts]:
+def held_out_texts(run: Path, rows: int) -> dict[str, packing.Windows]:
     """Reads at most `rows` windows of each task type of a run's held-out text."""
     parts, _ = packing.stored(run / packing.TOKENS_FILE)
-    return {
-        kind: fitness.Texts(**packing.spread(windows, rows)) for kind, windows in parts["held_out"].items()
-    }
+    return {kind: packing.spread(windows, rows) for kind, windows in parts["held_out"].items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

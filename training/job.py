@@ -19,11 +19,11 @@ from jaxspec.model.llama import Params
 from training import command, export, outputs, run, start
 from training.data import bpe_tokenizer, packing, sizing, sources
 from training.data.sources import Kinds
-from training.loop import checkpoints, growth, optimizer, state_sharding, step, training_loop
+from training.loop import checkpoints, optimizer, state_sharding, step, training_loop
 from training.losses import base
 from training.option_files import chosen_earlier
 from training.reports import curves, evaluation
-from training.run_options import SCRATCH, JobOptions, RunOptions
+from training.run_options import JobOptions, RunOptions
 from training.start import Objective, Start
 
 Options = TypeVar("Options", bound=JobOptions)
@@ -137,7 +137,6 @@ def _run_loop(
         (windows, held_out),
         console,
         options.held,
-        options.model.stages if options.start == SCRATCH else None,
     )
     return trained, exits
 
@@ -180,7 +179,6 @@ def take_steps(
     windows: tuple[dict[str, packing.Windows], dict[str, packing.Windows]],
     console: Console,
     held: Sequence[str] = (),
-    stages: growth.Stages | None = None,
 ) -> training_loop.Result:
     """Runs the loop in the run directory, from its newest checkpoint if there is one.
 
@@ -194,7 +192,6 @@ def take_steps(
       windows: packed training and held-out text, by task type.
       console: shows the progress.
       held: names of parameters that are not trained.
-      stages: the growth of the depth; None for a constant depth.
     """
     training, held_out = windows
     params = jax.tree.map(lambda leaf: leaf.astype(options.weights), params)
@@ -225,7 +222,6 @@ def take_steps(
             vocab_size,
             lambda state: measure(state.params, judged, weights),
             console,
-            stages,
             mesh,
         ).run(params)
     if result.reason != "steps":

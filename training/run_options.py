@@ -13,7 +13,6 @@ from jaxspec.loading.loading import devices_of
 from training.data import sizing
 from training.data.sizing import AUTO, Auto, Sized
 from training.data.sources import DataOptions
-from training.loop.growth import Stages
 from training.loop.optimizer import FROM_PRETRAINED, FROM_SCRATCH, OptimizerOptions
 from training.loop.training_loop import LoopOptions
 
@@ -47,14 +46,11 @@ class ModelOptions:
       hidden_size: width of the residual stream.
       intermediate_size: width of the gated MLP.
       layers: number of layers.
-      growth: pairs LAYERS STEP: the number of layers until that step; after the last pair, `layers`. New layers are
-        copies of the lower ones.
       heads: number of query heads.
       kv_heads: number of key/value heads; `heads` is a multiple of it.
       head_dim: width of a head, even.
       context: longest text in tokens, written into the config.
       tied: use the embedding as the head too.
-      induction: start from weights that can copy; see `training.induction`. Not with tied embeddings.
     """
 
     vocab_size: Sized = AUTO
@@ -62,26 +58,15 @@ class ModelOptions:
     hidden_size: Sized = AUTO
     intermediate_size: Sized = AUTO
     layers: Sized = AUTO
-    growth: tuple[tuple[int, int], ...] = ()
     heads: Sized = AUTO
     kv_heads: Sized = AUTO
     head_dim: Sized = AUTO
     context: Sized = AUTO
     tied: bool = True
-    induction: bool = False
 
     def __post_init__(self):
         sizing.check(self, vocab_size=1, hidden_size=1, intermediate_size=1, layers=1, heads=1, kv_heads=1)
         sizing.check(self, head_dim=2, context=2)
-        if not isinstance(self.layers, Auto):
-            self.stages  # noqa: B018  refuses an impossible one
-        elif self.growth:
-            raise ValueError(f"growth is {self.growth} up to an unknown depth; give it with --layers")
-
-    @property
-    def stages(self) -> Stages:
-        """The depth of the model at each step."""
-        return Stages(self.growth, self.layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,8 +203,6 @@ class JobOptions(RunOptions):
         name of the start and of the job, such as smollm2-soft.
       start: a Hugging Face directory, a GGUF file, a hub id or the name of an embedded model, or `scratch`.
       start_layers: keep only this many first layers of the given model. Default: all.
-      widen: multiply the width of the given model by this number without changing its function; see
-        `training.loop.widening`.
       freeze_embeddings: do not train the embedding and head of the given model. With a large vocabulary they are most
         of the optimiser state.
       remat: recompute layers in the backward pass: less memory, about a third more time.
@@ -234,7 +217,6 @@ class JobOptions(RunOptions):
 
     start: str = SCRATCH
     start_layers: int | None = None
-    widen: int | None = None
     freeze_embeddings: bool = False
     remat: bool = False
     remat_policy: RematPolicy | None = None
@@ -250,10 +232,6 @@ class JobOptions(RunOptions):
             raise ValueError("start_layers is for a given model; name one with --start DIR, or give --layers")
         if self.start == SCRATCH and self.freeze_embeddings:
             raise ValueError("freeze_embeddings is for a given model; name one with --start DIR")
-        if self.start == SCRATCH and self.widen is not None:
-            raise ValueError("widen is for a given model; name one with --start DIR, or give --hidden-size")
-        if self.widen is not None and self.widen < 2:
-            raise ValueError(f"widen is {self.widen}; give a whole number of at least 2, or leave it out")
         shape = [name for name, value in vars(self.model).items() if value != getattr(ModelOptions, name)]
         if self.start != SCRATCH and shape:
             raise ValueError(

@@ -73,11 +73,6 @@ class Options(DraftOptions):
             raise ValueError(
                 f"layers is {self.model.layers}, the last exit {self.exits[-1]}; give --layers {self.exits[-1]}"
             )
-        elif self.model.growth:
-            raise ValueError(
-                f"growth is {self.model.growth}; the exits of a sorted draft are trained from the first step on: "
-                "leave growth out"
-            )
         super().__post_init__()
 
     def _usual_layers(self) -> int:

@@ -21,10 +21,9 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.sampling import seed_key
-from training import induction
 from training.data import bpe_tokenizer, conversations, sizing
 from training.data.sources import Kinds
-from training.loop import state_sharding, widening
+from training.loop import state_sharding
 from training.losses.base import Loss
 from training.run_options import SCRATCH, DraftOptions, JobOptions, RunOptions, Written
 
@@ -58,7 +57,7 @@ class Objective(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A model before its first step: config at full depth, parameters in shards on the mesh, tokenizer."""
+    """A model before its first step: config, parameters in shards on the mesh, tokenizer."""
 
     config: LlamaConfig
     params: Params
@@ -96,9 +95,7 @@ def start_model(options: JobOptions, kinds: Kinds, resumed: bool) -> Start:
         eos_token_ids=(bpe_tokenizer.EOS_ID,),
     )
     params = init_params(config, options.seed, state_sharding.model_shardings(mesh, config))
-    if shape.induction:
-        params = state_sharding.place_state(mesh, induction.add_circuit(config, params, options.seed))
-    return Start(config, llama.truncate(params, shape.stages.layers_at(0)), words, mesh)
+    return Start(config, params, words, mesh)
 
 
 def _given_model(source: Path, options: JobOptions, mesh: Mesh) -> Start:
@@ -106,12 +103,7 @@ def _given_model(source: Path, options: JobOptions, mesh: Mesh) -> Start:
     config = checkpoint.read_config(source)
     if options.start_layers is not None:
         config = config.truncated(options.start_layers)
-    dtype = "float32" if options.widen is not None else options.weights
-    params = state_sharding.load_params(mesh, source, config, dtype)
-    if options.widen is not None:
-        config, params = widening.widen(config, params, options.widen, options.seed)
-        params = state_sharding.place_state(mesh, params)
-    return Start(config, params, words, mesh)
+    return Start(config, state_sharding.load_params(mesh, source, config, options.weights), words, mesh)
 
 
 def init_params(config: LlamaConfig, seed: int, shardings: Params | None = None) -> Params:

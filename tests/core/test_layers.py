@@ -80,7 +80,7 @@ LAYERS = (
     "training.loop",
     "training.probes",
     "training.run_options",
-    "training.option_files training.induction",
+    "training.option_files",
     "training.command training.start training.prompt_options training.outputs",
     "training.run",
     "training.export",
@@ -282,8 +282,8 @@ def test_only_the_table_of_commands_names_a_module_of_a_wing():
         ("jaxspec.measuring.bench.comparison", "from jaxspec.measuring.tuning.masks import MaskSpace"),
         ("jaxspec.measuring.tuning.round_costs", "import json"),
         ("jaxspec.console.terminal", "from jaxspec.engine.language_model import LanguageModel"),
-        ("training.depth", "from benchmarks import prediction"),
-        ("jaxspec.measuring.commands.compare", "from benchmarks import prediction"),
+        ("training.soft", "from benchmarks import figures"),
+        ("jaxspec.measuring.commands.compare", "from benchmarks import figures"),
     ],
 )
 def test_a_wrong_import_is_noticed(name, line):

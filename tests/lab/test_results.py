@@ -53,7 +53,8 @@ cd "$1"
 def printed(page: str, folder: Path) -> list[list[str]]:
     """The commands that a page prints, as words, without those that begin with an environment."""
     text = (results.DOCS / page).read_text(encoding="utf-8")
-    script = STUBS + "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)) + "true\n"
+    blocks = re.findall(r"^```bash\n(?!git checkout \w+\n)(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    script = STUBS + "\n".join(blocks) + "true\n"
     ran = subprocess.run(["bash", "-c", script, "page", folder], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in ran.stdout.splitlines()]
 

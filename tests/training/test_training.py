@@ -19,11 +19,9 @@ from hypothesis import strategies as st
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import induction
 from training.data import bpe_tokenizer, formats, packing
 from training.loop import optimizer, step
 from training.losses import base
-from training.start import init_params
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = LlamaConfig(
@@ -340,45 +338,6 @@ def test_a_few_steps_learn(params):
         seen.append(float(metrics["loss"]))
     assert seen[-1] < 0.25 * seen[0]
     assert step_fn._cache_size() == 1
-
-
-# Initial weights
-
-
-def shape_of_copier(**changes) -> LlamaConfig:
-    shape = {"vocab_size": 500, "hidden_size": 96, "intermediate_size": 128, "num_layers": 3, "num_heads": 4,
-             "num_kv_heads": 2, "head_dim": 24, "tie_embeddings": False}  # fmt: skip
-    return LlamaConfig(**{**shape, **changes})
-
-
-@pytest.mark.full
-def test_the_circuit_copies_what_it_has_seen_once_and_nothing_before():
-    config = shape_of_copier()
-    random_params = init_params(config, 0)
-    half = np.random.default_rng(0).permuted(np.tile(np.arange(500), (8, 1)), axis=1)[:, :40]
-    tokens = np.concatenate([half, half], axis=1)
-    batch = {
-        "tokens": jnp.asarray(tokens),
-        "segments": jnp.ones_like(tokens),
-        "positions": jnp.broadcast_to(jnp.arange(80), tokens.shape),
-    }
-
-    def right(params) -> np.ndarray:
-        logits = llama.logits(config, params, base.layer_outputs(config, params, batch)[-1])
-        return (np.asarray(logits).argmax(-1)[:, :-1] == tokens[:, 1:]).mean(axis=0)
-
-    laid = right(induction.add_circuit(config, random_params, seed=3))
-    # The first token of the second half has no token before it yet.
-    assert laid[41:].mean() > 0.5
-    assert laid[:38].mean() < 0.02
-    assert right(random_params)[41:].mean() < 0.02
-
-
-@pytest.mark.parametrize("changes", [{"tie_embeddings": True}, {"num_layers": 1}, {"hidden_size": 48}])
-def test_a_model_without_room_for_the_circuit_is_refused(changes):
-    config = shape_of_copier(**changes)
-    with pytest.raises(ValueError, match="needs a head apart from the embedding, 2 layers"):
-        induction.add_circuit(config, init_params(config, 0), seed=0)
 
 
 # Tokenizer

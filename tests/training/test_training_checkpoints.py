@@ -35,8 +35,7 @@ def state_of(step: int) -> TrainState:
     return TrainState(jnp.int32(step), params, {"m": jnp.ones(5)})
 
 
-def shapes(step: int) -> TrainState:
-    return jax.eval_shape(lambda: state_of(step))
+SHAPES = jax.eval_shape(lambda: state_of(0))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ CASES = pytest.mark.parametrize("do", [*DAMAGES.values(), flip_byte], ids=[*DAMA
 def test_an_intact_checkpoint_comes_back(directory):
     assert [damage(directory / str(step)) for step in (5, 10, 15)] == [None] * 3
     with Checkpoints(directory, keep=3) as kept:
-        got = kept.resume(shapes)
+        got = kept.resume(SHAPES)
     assert (got.step, got.position, got.said) == (15, {"at": 15}, "resumed from step 15")
     jax.tree.map(np.testing.assert_array_equal, got.state, state_of(15))
 
@@ -122,7 +121,7 @@ def test_an_intact_checkpoint_comes_back(directory):
 def test_a_damaged_checkpoint_is_passed_over_and_said_in_one_line(directory, do):
     file = do(directory / "15")
     with Checkpoints(directory, keep=3) as kept:
-        got = kept.resume(shapes)
+        got = kept.resume(SHAPES)
         assert (got.step, got.position) == (10, {"at": 10})
         jax.tree.map(np.testing.assert_array_equal, got.state, state_of(10))
         assert got.said.startswith("resumed from step 10; damaged and renamed to STEP.damaged: step 15 (")
@@ -139,7 +138,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_in_one_line(directory, do)
 def test_an_older_damaged_checkpoint_does_not_stop_a_run(directory, do):
     do(directory / "5")
     with Checkpoints(directory, keep=3) as kept:
-        got = kept.resume(shapes)
+        got = kept.resume(SHAPES)
         assert got.step == 15
         assert "step 5 (" in got.said
         kept.save(20, state_of(20), {"at": 20}, {"held_out_loss": 4.0})
@@ -154,7 +153,7 @@ def test_if_none_is_intact_one_line_says_so_and_nothing_is_renamed(directory):
         with pytest.raises(
             ValueError, match=r"no checkpoint in .* is intact: step 5 .*step 10 .*step 15"
         ) as error:
-            kept.resume(shapes)
+            kept.resume(SHAPES)
         assert kept.standing() == "no checkpoint is intact"
     assert "\n" not in str(error.value)
     assert "Give another --run" in str(error.value)
@@ -191,9 +190,7 @@ def test_without_a_best_one_the_reason_is_told(directory, tmp_path):
 
 
 def test_another_model_is_not_taken_for_damage(directory):
-    def another(step: int) -> TrainState:
-        return TrainState(jnp.int32(step), {"w": jnp.zeros((32, 32))}, {"m": jnp.ones(5)})
-
+    another = TrainState(jnp.int32(0), {"w": jnp.zeros((32, 32))}, {"m": jnp.ones(5)})
     with (
         Checkpoints(directory, keep=3) as kept,
         pytest.raises(ValueError, match="holds another model or optimiser"),
@@ -211,7 +208,7 @@ def test_what_cannot_be_read_for_another_reason_is_not_taken_for_damage(director
     with Checkpoints(directory, keep=3) as kept:
         monkeypatch.setattr(kept._manager, "restore", full)
         with pytest.raises(Failed, match=r"step 15 in .* is intact, but could not be read: out of memory$"):
-            kept.resume(shapes)
+            kept.resume(SHAPES)
     assert sorted(path.name for path in directory.iterdir()) == ["10", "15", "5"]
 
 
@@ -245,7 +242,7 @@ def test_a_full_disk_is_an_error_without_a_logged_traceback(directory, monkeypat
     assert not caplog.records
     monkeypatch.undo()
     with Checkpoints(directory, keep=3) as kept:
-        assert kept.resume(shapes).step == 15
+        assert kept.resume(SHAPES).step == 15
 
 
 # As a user meets them

@@ -17,7 +17,7 @@ from jaxspec.io.tokenizers.tokenizer import load_tokenizer
 from jaxspec.measuring.bench import prompts
 from tests.commands import CONFIG, write_model, write_tokenizer
 from training import option_files, sft
-from training.data import bpe_tokenizer, conversations, copy_edit, formats, packing, reading, sources, spool
+from training.data import bpe_tokenizer, conversations, formats, packing, reading, sources, spool
 from training.start import document_marks
 
 STORY = (
@@ -270,7 +270,9 @@ def test_parquet_is_read_by_record(tmp_path):
 
 def test_the_number_of_tokens_is_estimated_from_a_sample(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [{"text": STORY[: 20 + n % 100]} for n in range(1000)])
-    kinds = {"long": read(file), "tasks": read("tasks:sums:300")}
+    sums = [{"question": f"{n} + {n % 7}?", "answer": str(n + n % 7)} for n in range(300)]
+    short = write_lines(tmp_path / "b.jsonl", sums)
+    kinds = {"long": read(file), "short": read(short)}
     words = bpe_tokenizer.train([STORY], 300)
     encoded = [
         one for part in kinds.values() for one in bpe_tokenizer.encode_documents(words, part, None, [1])
@@ -321,47 +323,7 @@ def test_hugging_face_data_sets_are_read_when_their_package_is_there(monkeypatch
     assert asked == [("owner/name", "test"), ("owner/name", "train")]
 
 
-# Copy and edit
-
-
-def test_copy_edit_tasks_edit_what_they_say(tmp_path):
-    file = tmp_path / "a.txt"
-    stories = [
-        STORY.replace("Tim", name).replace("dog", animal)
-        for name in ("Tim", "Ann")
-        for animal in ("cat", "ant")
-    ]
-    file.write_text(f"\n{reading.SEPARATOR}\n".join(stories))
-    documents = read(file, "copy-edit")
-    assert {document.origin for document in documents} == set(stories)
-    edited = 0
-    for document in documents:
-        instruction, passage, result = document.text.split("\n")
-        assert " ".join(passage.split()) in " ".join(document.origin.split())
-        answer = result.removeprefix("Result: ")
-        words = [(a, b) for a, b in zip(passage.split(), answer.split(), strict=True) if a != b]
-        assert copy_edit.SHORTEST <= len(passage) <= copy_edit.LONGEST
-        if words:
-            edited += 1
-            ((old, new),) = {(a.strip(".,"), b.strip(".,")) for a, b in words}
-            assert old in instruction
-            assert new in instruction
-            assert old not in answer.replace(".", " ").split()
-    assert edited
-    assert copy_edit.tasks(STORY) == copy_edit.tasks(STORY)
-
-
-def test_a_passage_that_names_all_things_of_a_kind_is_left_out_of_it():
-    colours = " ".join(copy_edit.THINGS[2])
-    for number in range(40):
-        for task in copy_edit.tasks(f"There were {number} stones, and they were {colours} and grey."):
-            assert task.prompt.startswith(copy_edit.COPY)
-
-
-def test_only_whole_words_are_replaced():
-    assert copy_edit.replace("cat", "dog", "The cat saw a caterpillar, said the cat.") == (
-        "The dog saw a caterpillar, said the dog."
-    )
+# The project's prompts
 
 
 @pytest.mark.parametrize("split", ["tuning", "reporting"])
@@ -377,7 +339,7 @@ def test_the_projects_prompts_have_the_form_of_the_training_data(split):
     assert all(text == formats.mbpp_prompt(text[2:-1]) for text in known["code"])
     for text in known["copy-edit"]:
         instruction, passage, end = text.split("\n")
-        assert text == copy_edit.prompt(instruction, passage)
+        assert text == f"{instruction}\n{passage}\nResult:"
         assert end == "Result:"
 
 

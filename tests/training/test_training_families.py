@@ -12,7 +12,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from tests.families import family
 from tests.training.test_training_run import STORIES, arguments, metrics
-from training import sft, soft
+from training import soft
 from training.data import bpe_tokenizer, reading
 from training.heads import train as heads
 
@@ -72,13 +72,3 @@ def test_a_head_is_trained(folder, kind):
     named = [word for option, place in places.items() for word in (option, str(folder / place))]
     assert heads.main(["--kind", kind, *named, *sizes.split(), "--steps", "2", "--warmup", "1"]) == 0
     check_drafts(folder, kind)
-
-
-@pytest.mark.parametrize("folder", ["gemma"], indirect=True)
-def test_a_family_whose_factor_is_that_of_its_width_cannot_grow(folder, capsys):
-    """It is refused before the first step, not when the model is written."""
-    start = ["--start", str(folder / "start"), "--widen", "2", "--steps", "1"]
-    assert sft.main(arguments(folder, "out", *start)) == 2
-    *_, said = capsys.readouterr().err.splitlines()
-    assert said.startswith("training.sft: error: a gemma config.json cannot express embedding_multiplier 4.0")
-    assert not metrics(folder, "out")

@@ -1,10 +1,9 @@
-"""Losses at early exits, depth growth, and what is measured on held-out text, each against a slow twin."""
+"""Losses at early exits, and what is measured on held-out text, each against a slow twin."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,6 @@ import pytest
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from training import throughput
-from training.loop import growth, optimizer, step
 from training.losses import base
 from training.losses import exits as exit_losses
 from training.reports import evaluation
@@ -216,56 +213,6 @@ def test_impossible_recipes_are_refused(options, said):
         exit_losses.LayerSkipOptions(**options)
 
 
-# Growth
-
-
-def test_stages_name_the_depth_of_every_step():
-    stages = growth.Stages(((3, 10), (6, 20)), 12)
-    assert [stages.layers_at(at) for at in (0, 9, 10, 19, 20, 99)] == [3, 3, 6, 6, 12, 12]
-    assert growth.Stages((), 5).layers_at(0) == 5
-
-
-@pytest.mark.parametrize("pairs", [((3, 10), (3, 20)), ((3, 20), (6, 10)), ((12, 5),), ((3, 0),), ((0, 5),)])
-def test_stages_that_do_not_rise_are_refused(pairs):
-    with pytest.raises(ValueError, match="both rising"):
-        growth.Stages(pairs, 12)
-
-
-@pytest.mark.full
-def test_growing_keeps_the_model_as_an_exit_and_stacks_its_layers(params, batch):
-    transform = optimizer.make_optimizer(optimizer.OptimizerOptions(warmup=1), 10)
-    two = step.init_state(llama.truncate(params, 2), transform)
-    stepped, _ = step.make_step(base.next_token(CONFIG.truncated(2)), transform, 0)(
-        jax.tree.map(jnp.copy, two), {name: array[None] for name, array in batch.items()}
-    )
-    grown = growth.grow(stepped, 5)
-    assert len(grown.params["layers"]) == 5
-    for tree in (grown.params, *(moment for moment in jax.tree.leaves(
-        grown.opt_state, is_leaf=growth.is_model) if growth.is_model(moment))):  # fmt: skip
-        for layer, source in ((2, 0), (3, 1), (4, 0)):
-            np.testing.assert_array_equal(
-                tree["layers"][layer]["mlp"]["gate_up"], tree["layers"][source]["mlp"]["gate_up"]
-            )
-    before = base.layer_outputs(CONFIG.truncated(2), stepped.params, batch)[-1]
-    after = base.layer_outputs(dataclasses.replace(CONFIG, num_layers=5), grown.params, batch)
-    np.testing.assert_array_equal(after[1], before)
-    # Nothing is lost by growing: the copies write nothing yet.
-    np.testing.assert_allclose(after[-1], before, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_what_was_grown_learns_in_all_its_layers(params, batch, kind):
-    transform = optimizer.make_optimizer(optimizer.OptimizerOptions(kind, learning_rate=1e-2, warmup=1), 10)
-    one = jax.tree.map(jnp.copy, llama.truncate(params, 1))  # the step donates its state
-    state = growth.grow(step.init_state(one, transform), 2)
-    start = jax.tree.map(np.array, state.params["layers"][1])
-    step_fn = step.make_step(base.next_token(CONFIG.truncated(2)), transform, 0)
-    for _ in range(4):
-        state, _ = step_fn(state, {name: array[None] for name, array in batch.items()})
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), start, state.params["layers"][1])
-    assert min(jax.tree.leaves(moved)) > 0
-
-
 # What is measured
 
 
@@ -334,34 +281,6 @@ def test_acceptance_is_against_the_target_where_one_is_given(params, batch):
     assert own[f"acceptance/{LAYERS}"] == pytest.approx(1)
     against = evaluation.make_measure(CONFIG, "float32", (LAYERS,), target=(CONFIG, other))
     assert against(params, {"a": [batch]}, {"a": 1.0})[f"acceptance/{LAYERS}"] < 0.9
-
-
-def test_operations_of_a_step_are_those_that_xla_counts(params, batch):
-    """Products dominate at these sizes only roughly: what XLA counts beside them bounds ours from above."""
-    config = dataclasses.replace(CONFIG, hidden_size=64, intermediate_size=256, vocab_size=512, head_dim=32)
-    rows, window = 4, 32
-    shape = jax.ShapeDtypeStruct((rows, window), jnp.int32)
-    given_batch = dict.fromkeys(("tokens", "segments", "positions"), shape)
-    given_batch["learn"] = jax.ShapeDtypeStruct((rows, window), jnp.bool_)
-    shapes = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), llama.param_shapes(config), is_leaf=llama.is_shape
-    )
-    loss = base.next_token(config)
-    lowered = jax.jit(jax.grad(lambda p, b: loss(p, b, given())[0])).lower(shapes, given_batch)
-    counted = lowered.compile().cost_analysis()["flops"]
-    ours = sum(throughput.step_flops(config, rows, window, exits=1).values())
-    assert 0.85 < ours / counted <= 1.02
-
-
-@pytest.mark.full
-def test_throughput_is_reported(capsys):
-    small = (
-        "--vocab-size 32 --hidden-size 8 --intermediate-size 8 --layers 2 --heads 1 --kv-heads 1 --head-dim 4"
-    )
-    assert throughput.main([*small.split(), "--window", "8", "--batch", "1", "--repeats", "1", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["tokens_per_second"] > 0
-    assert 0 < report["fraction_of_matrix_product_rate"] < 1
 
 
 def test_the_number_of_pieces(monkeypatch):

@@ -15,11 +15,10 @@ from rich.console import Console
 from jaxspec.host import progress
 from jaxspec.host.progress import duration
 from tests.training.test_training_run import STORIES, arguments, metrics
-from training import job, layerskip, option_files, sft, soft
+from training import layerskip, option_files, sft, soft
 from training.data import bpe_tokenizer, conversations, packing, reading, sizing, sources
 from training.data.sizing import AUTO
 from training.loop import training_loop
-from training.loop.growth import Stages
 from training.loop.progress import FIRST_S, MAX_S, Pace, Progress
 from training.reports import curves
 from training.start import start_model
@@ -82,8 +81,6 @@ def test_the_pace_is_of_the_latest_steps_and_unknown_without_any():
     pace.pause(5)
     assert pace.tokens_per_second == 100
     assert pace.seconds_left(10, 3) == 10 * 2 + 3 * 5
-    pace.forget()
-    assert pace.tokens_per_second is None
 
 
 def test_times_are_said_as_people_say_them():
@@ -119,11 +116,8 @@ def test_what_a_run_says(folder, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("stages", "left"), [(None, "about 2 min left"), (Stages(((1, 2), (2, 5)), 3), "about 4 min left")]
-)
-def test_compilation_is_in_no_rate_and_in_the_time_left(monkeypatch, tmp_path, stages, left):
-    """The program of the measurements, and that of each depth to come, are assumed to compile as long as the step."""
+def test_compilation_is_in_no_rate_and_in_the_time_left(monkeypatch, tmp_path):
+    """The program of the measurements is assumed to compile as long as the step."""
     clock, stream = Clock(), io.StringIO()
     monkeypatch.setattr(training_loop.time, "monotonic", clock)
 
@@ -148,15 +142,13 @@ def test_compilation_is_in_no_rate_and_in_the_time_left(monkeypatch, tmp_path, s
         *(tmp_path, None, None, step_fn),
         itertools.repeat({"tokens": np.zeros((1, 8, 4), np.int32)}),
         *(9, None, console),
-        stages=stages,
     )
-    monkeypatch.setattr(loop, "_deepened", lambda state, finished: state)
     with Progress(console, "step", 7, clock=clock) as shown:
         _, record = loop._step(None, 0, shown)
         assert record["step_seconds"] == 60
         assert loop._pace.tokens_per_second == 3
-        # Six steps of 10 s, and 50 s for each program.
-        assert loop._ahead(1) == left
+        # Six steps of 10 s, and 50 s for the program.
+        assert loop._ahead(1) == "about 2 min left"
         loop._step(None, 1, shown)
     assert loop._pace.tokens_per_second == 3
     assert stream.getvalue().splitlines() == [
@@ -381,23 +373,10 @@ def test_an_impossible_shape_is_refused_before_sizes_are_chosen(given):
         options_of(sft.Options, option, value)
 
 
-def test_growth_needs_a_depth():
-    with pytest.raises(ValueError, match="give it with --layers"):
-        options_of(sft.Options, "--growth", "1", "3")
-
-
 def test_a_sorted_draft_is_as_deep_as_its_last_exit():
     options, chosen = options_of(soft.Options, "--exits", "1", "3").settled(300_000, {})
     assert options.model.layers == 3
     assert "layers" not in chosen
-
-
-@pytest.mark.parametrize("recipe", ["small/1-full", "small/9-last", "large/1-wide", "sorted", "chains"])
-def test_recipes_leave_nothing_to_choose(recipe):
-    root = job.__file__.rpartition("/")[0]
-    files = [f"--config={root}/recipes/{name}.yaml" for name in ("tasks", recipe)]
-    options = option_files.parse(layerskip.Options, [*files, "--output", "o"], "x")
-    assert options.settled(10**6, {})[1] == {}
 
 
 @pytest.mark.full

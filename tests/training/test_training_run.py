@@ -27,13 +27,13 @@ from jaxspec.io.methods import method_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from tests import gguf_files
-from training import depth, export, layerskip, option_files, own_text, plots, probe, sft, soft, throughput
+from training import export, layerskip, option_files, own_text, plots, probe, sft, soft
 from training import run as run_record
 from training.data import bpe_tokenizer, conversations, packing, reading, sources
 from training.heads import train as heads
 from training.loop import checkpoints, state_sharding, step
 from training.losses import base
-from training.reports import card, curves, evaluation, use
+from training.reports import card, curves, evaluation
 from training.reports import metrics as training_metrics
 from training.run_options import SCRATCH
 from training.start import Objective, Start, chat_of, put_tokenizer, start_model, written_dtype
@@ -79,8 +79,8 @@ def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    # Dropout and turning exits are drawn again at every step, and the depth grows on the way.
-    recipe = "--layers 2 --growth 1 22 --exits 1 --rotation 2 --max-dropout 0.3"
+    # Dropout and turning exits are drawn again at every step.
+    recipe = "--layers 2 --exits 1 --rotation 2 --max-dropout 0.3"
     given = arguments(folder, name, *recipe.split(), *more)
     command = [sys.executable, "-m", "training.layerskip", *given]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -126,7 +126,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(folder):
     """An uninterrupted run of 60 steps."""
-    assert "2 layers from step 23 on" in finish(start(folder, "whole", "--steps", "60", "--plot"))
+    finish(start(folder, "whole", "--steps", "60", "--plot"))
     return losses_of(metrics(folder, "whole"))
 
 
@@ -142,7 +142,7 @@ def stop_after(folder: Path, name: str, steps: int, number: int) -> subprocess.P
 
 @pytest.mark.full
 def test_a_killed_run_resumes_exactly(folder, whole):
-    """Killed before it grows, and again after: 22 steps of one layer, then two."""
+    """Killed twice."""
     for steps in (12, 33):
         process = stop_after(folder, "killed", steps, signal.SIGKILL)
         process.communicate(timeout=200)
@@ -382,28 +382,30 @@ def test_a_draft_needs_only_its_start_and_its_data(tmp_path, monkeypatch, params
         read("--exits", "1,x")
 
 
-def test_a_card_has_the_command_and_the_expected_speed(tmp_path, params):
-    """By hand: a draft of 2 of 4 equal layers costs them and the head; verification reuses those of an early exit."""
-    config = dataclasses.replace(CONFIG, num_layers=4)
-    layer = sum(leaf.size for leaf in jax.tree.leaves(params["layers"][0]))
-    head = config.vocab_size * config.hidden_size + config.hidden_size
-    step, drafted = 4 * layer + head, 2 * layer + head
-    measured = {"accepted_token_1/2": 0.9, "accepted_token_2/2": 0.6, "accepted_token_1/1": 0.1}
-    record = {"options": {"start": "x"}, "identity": {"job": "training.layerskip"}, "exits": [1, 2]}
-    speeds = {k: tokens * step / (k * drafted + step) for k, tokens in ((1, 1.9), (2, 2.5))}
-    best = max(speeds, key=speeds.__getitem__)
-    expected = f"Expected: {speeds[best]:.2f} × plain decoding with K = {best} from exit 2 alone"
-    line, said = use.of_job(record, "x", tmp_path, config, measured)
-    assert line.endswith(f"--model {tmp_path} --method layerskip --exit-layer 2 --num-draft-tokens {best}")
-    assert said.startswith(expected)
-    huggingface.save(tmp_path, config, {**params, "layers": 4 * params["layers"]})
-    record |= {"identity": {"job": "training.soft"}, "exits": [2]}
-    line, said = use.of_job(record, str(tmp_path), Path("d"), config.truncated(2), measured)
-    assert line.endswith(f"--model {tmp_path} --method s2d --draft d")
-    assert said.startswith(expected)
-    assert use.of_job(record, str(tmp_path), Path("d"), config.truncated(2), {})[1] == ""
-    sft_record = {"options": {"start_layers": 2}, "identity": {"job": "training.sft"}, "exits": []}
-    assert "--method draft-model --draft d" in use.of_job(sft_record, "x", Path("d"), config, {})[0]
+def test_a_card_has_the_command_that_uses_its_model():
+    def line(job, start, **options):
+        record = {"options": options, "identity": {"job": f"training.{job}"}, "exits": [2, 3]}
+        return card.use_of_job(record, start, Path("d")).removeprefix(
+            "jaxspec generate 'Once upon a time' --model "
+        )
+
+    assert line("layerskip", "x") == "d --method layerskip --exit-layer 2"
+    assert line("soft", "x") == "x --method s2d --draft d"
+    assert line("soft", "x", target="t") == "t --method s2d --draft d"
+    assert line("soft", None) == line("sft", "x") == "d"
+    assert line("sft", "x", start_layers=2) == "x --method draft-model --draft d"
+
+
+def test_a_card_asks_a_held_out_question():
+    """The tokens before the answer of the first text that has both; a piece that begins within an answer has none."""
+    windows = {
+        "tokens": np.array([[5, 6, 7, 1, 8, 9, 4, 0]]),
+        "segments": np.array([[1, 1, 1, 2, 2, 2, 2, 0]]),
+        "learn": np.array([[True, True, True, False, False, False, True, False]]),
+    }
+    assert card._question(windows) == [1, 8, 9]
+    windows["learn"] = np.array([[False, True, True, False, True, True, True, False]])  # all but the BOS
+    assert card._question(windows) is None
 
 
 def test_the_acceptance_of_a_head_is_drawn_by_token():
@@ -423,13 +425,18 @@ def test_a_card_counts_the_parameters_that_are_written():
         "tokens": {"training": {"a": 1, "b": 1}, "held_out": {"a": 1, "b": 1}},
     }
     measured = {"held_out_loss": 1.0, "held_out_loss/a": 1.0, "held_out_loss/b": 2.0, "acceptance/1/a": 0.5}
-    fitness = {"num_layers": 1, "kinds": {}, "checks": []}
-    use = "jaxspec generate x --model m", "Expected: 1.50 ×"
-    given = CONFIG, record, [], 0, measured, {}, fitness, "float16, trained in bfloat16", use
-    text, embedded = card.write("m", *given), card.write("small", *given)
-    assert text.endswith("## Use it\n\n```bash\njaxspec generate x --model m\n```\n\nExpected: 1.50 ×\n")
-    assert "| gate |" not in text
-    assert "| gate |" in embedded
+    given = (
+        CONFIG,
+        record,
+        [],
+        0,
+        measured,
+        {},
+        "float16, trained in bfloat16",
+        "jaxspec generate x --model m",
+    )
+    text = card.write("m", *given)
+    assert text.endswith("## Use it\n\n```bash\njaxspec generate x --model m\n```\n")
     assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
     assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
     assert "| weights | float16, trained in bfloat16 |" in text
@@ -620,7 +627,6 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
     [
         (["--exits", "2", "1"], "exits is (2, 1)"),
         (["--exits", "1", "3"], "--layers 3"),
-        (["--exits", "1", "2", "--growth", "1", "3"], "leave growth out"),
         (["--exits", "1", "2", "--distil-weight", "0.5"], "--target"),
         (["--exits", "1", "2", "--distil-weight", "2"], "--distil-weight is 2"),
         (["--target-weights", "int8"], "--target-weights is int8, and no target is given"),
@@ -647,7 +653,7 @@ def test_options_come_from_a_yaml_file_and_the_command_line_wins(folder, tmp_pat
         f"""
         data: [{{path: {folder / "text.txt"}, kind: stories, weight: 2}}]
         run: {tmp_path / "run"}
-        model: {{layers: 2, growth: [[1, 3]], vocab_size: 300}}
+        model: {{layers: 2, vocab_size: 300}}
         optimizer:
           learning_rate: 0.25
         remat: true
@@ -655,7 +661,7 @@ def test_options_come_from_a_yaml_file_and_the_command_line_wins(folder, tmp_pat
     )
     options = option_files.parse(sft.Options, ["--config", str(file), "--layers", "3"], "sft")
     assert options.data.data == (sources.Source(str(folder / "text.txt"), "stories", "auto", 2.0),)
-    assert (options.model.layers, options.model.growth, options.model.vocab_size) == (3, ((1, 3),), 300)
+    assert (options.model.layers, options.model.vocab_size) == (3, 300)
     assert (options.optimizer.learning_rate, options.remat, options.run) == (0.25, True, tmp_path / "run")
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(option_files.to_yaml(options))
@@ -678,7 +684,7 @@ def test_a_shape_beside_a_given_model_is_refused(capsys):
     assert "layers, heads: the shape is chosen for a model from scratch" in one_error(capsys)
 
 
-@pytest.mark.parametrize("names", [("tasks", "sorted"), ("smollm2-draft",)])
+@pytest.mark.parametrize("names", [("smollm2-draft",)])
 def test_the_recipe_of_the_draft_serves_both_jobs(names):
     recipes = [f"--config={ROOT / 'training' / 'recipes' / name}.yaml" for name in names]
     given = [*recipes, "--output", "d"]
@@ -701,7 +707,7 @@ def test_the_resolved_options_of_a_run_start_it_again(folder, whole):
     options = option_files.parse(
         layerskip.Options, ["--config", str(folder / "run-whole" / "options.yaml")], "layerskip"
     )
-    assert (options.model.growth, options.exits, options.layerskip.rotation) == (((1, 22),), (1,), 2)
+    assert (options.exits, options.layerskip.rotation) == ((1,), 2)
 
 
 def test_layer_dropout_grows_from_scratch_and_is_constant_where_a_model_goes_on(folder):
@@ -818,12 +824,12 @@ def test_the_command_line_is_refused_in_one_line(capsys):
     ):
         assert sft.main(given) == 2
         assert said in one_error(capsys)
-    for command in (export, plots, throughput):
+    for command in (export, plots):
         assert command.main(["--nonsense"]) == 2
         assert f"see python -m {command.__name__} --help" in one_error(capsys, command.__name__)
 
 
-@pytest.mark.parametrize("command", [sft, soft, layerskip, heads, own_text, probe, depth, plots, throughput])
+@pytest.mark.parametrize("command", [sft, soft, layerskip, heads, own_text, probe, plots])
 def test_the_help_has_the_types_of_values_without_none(command, capsys):
     assert command.main(["--help"]) == 0
     said = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Converts records to documents: text, prompt and completion, GSM8K, MBPP, messages, instructions, copy-and-edit tasks.
+"""Converts records to documents: text, prompt and completion, GSM8K, MBPP, messages, instructions.
 
 A document is a sequence of spans. Some spans are learned; the others are context only.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 from jaxspec.host.messages import shown
 from jaxspec.io.tokenizers.chat import text_of
-from training.data import copy_edit
 from training.data.conversations import Chat
 
 # Chat templates expect these roles. Published data uses these speaker names, in lower case.
@@ -122,13 +121,6 @@ def _from_mbpp(record: Mapping[str, Any], chat: Chat) -> list[Document]:
 def _code(record: Mapping[str, Any]) -> str:
     code = _string(record, "code").replace("\r\n", "\n").expandtabs(4)
     return "\n".join(line.rstrip() for line in code.split("\n"))
-
-
-def _from_copy_edit(record: Mapping[str, Any], chat: Chat) -> list[Document]:
-    del chat
-    story = _string(record, "text").strip()
-    tasks = copy_edit.tasks(story)
-    return [Document((Span(task.prompt + " " + task.answer),), story) for task in tasks]
 
 
 def _from_messages(record: Mapping[str, Any], chat: Chat) -> list[Document]:
@@ -256,7 +248,6 @@ FORMATS: dict[str, Convert] = {
     "messages": _from_messages,
     "sharegpt": _from_messages,
     "chat": _from_chat,
-    "copy-edit": _from_copy_edit,
 }
 # `auto` recognises the format of a record by these keys; the most specific come first.
 _KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -1,14 +1,13 @@
-"""Reads data sources as documents: files, Hugging Face data sets, and generated tasks.
+"""Reads data sources as documents: files and Hugging Face data sets.
 
 A malformed record is reported with its place; `training.data.records` finds the places in files.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
-from training.data import hub_data, records, tasks
+from training.data import hub_data, records
 from training.data.conversations import Chat
 from training.data.formats import AUTO, FORMATS, Document, recognise
 from training.data.records import SEPARATOR, Malformed, Record
@@ -21,11 +20,11 @@ _NAMED = 5
 def read(
     path: str, form: str, chat: Chat, skip: bool, report: Callable[[str], None] = print
 ) -> Sequence[Document]:
-    """Reads all documents of a file, a Hugging Face data set or a task family, in order; empty ones are dropped.
+    """Reads all documents of a file or a Hugging Face data set, in order; empty ones are dropped.
 
     Args:
-      path: a file of text with `<|endoftext|>` between documents, of JSON records, or Parquet; `hf:NAME[:SPLIT]`; or
-        `tasks:FAMILY[:COUNT]`, see `training.data.tasks`. The content of a file decides which of these it is.
+      path: a file of text with `<|endoftext|>` between documents, of JSON records, or Parquet, as its content
+        shows; or `hf:NAME[:SPLIT]`.
       form: one of `FORMATS`, or `auto`, which recognises each record by its keys.
       chat: the chat template for conversations.
       skip: report and leave out malformed records instead of raising.
@@ -74,8 +73,5 @@ def _documents(
 def _records(path: str) -> Iterator[Record]:
     if path.startswith(hub_data.PREFIX):
         yield from hub_data.records(path)
-    elif path.startswith(tasks.PREFIX):
-        for place, record in tasks.records(path):
-            yield place, functools.partial(dict, record)
     else:
         yield from records.of_file(path)

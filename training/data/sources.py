@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.console.parsing import Text
 from jaxspec.host.messages import shown
-from training.data import bpe_tokenizer, conversations, formats, packing, reading, sizing, tasks
+from training.data import bpe_tokenizer, conversations, formats, packing, reading, sizing
 from training.data.sizing import AUTO, Sized
 from training.data.spool import Spool
 
@@ -31,8 +31,8 @@ class Source:
     """A data source, written PATH[,kind=K][,format=F][,weight=W].
 
     Attributes:
-      path: a file, hf:NAME[:SPLIT] or tasks:FAMILY[:COUNT]; see `training.data.reading.read`.
-      kind: task type; held-out loss is reported for each. Default: the name of the file or family.
+      path: a file or hf:NAME[:SPLIT]; see `training.data.reading.read`.
+      kind: task type; held-out loss is reported for each. Default: the name of the file or data set.
       format: one of `training.data.formats.FORMATS`, or auto.
       weight: sampling weight, relative to the other sources.
     """
@@ -76,9 +76,8 @@ class Source:
                 raise ValueError(
                     f"weight is {shown(values['weight'])} in {shown(text)}; give a number"
                 ) from None
-        name = path.partition(":")[2] if path.startswith(("hf:", tasks.PREFIX)) else path
-        usual = name.partition(":")[0] if path.startswith(tasks.PREFIX) else Path(name).stem
-        kind = values.pop("kind", "") or usual
+        name = path.removeprefix("hf:")
+        kind = values.pop("kind", "") or Path(name).stem
         return cls(path, kind, **values)
 
     def __str__(self) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.measuring.bench.speed import Taken, acceptance, acceptance_by_position, speed_ratio
-from training.reports.card import made_by, used_by
-from training.reports.use import command
+from training.reports.card import command, made_by, used_by
 
 
 class Decoded(NamedTuple):

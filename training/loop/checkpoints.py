@@ -142,11 +142,11 @@ class Checkpoints:
         """
         self._manager.wait_until_finished()
 
-    def resume(self, wanted: Callable[[int], TrainState]) -> Resumed:
+    def resume(self, wanted: TrainState) -> Resumed:
         """Reads the newest intact checkpoint; damaged ones are renamed to end in `SET_ASIDE`.
 
         Args:
-          wanted: returns the shapes (and shardings) of the state after a step.
+          wanted: the shapes (and shardings) of the state.
 
         Raises:
           ValueError: no checkpoint is intact, or the newest intact one belongs to another model or optimiser.
@@ -165,7 +165,7 @@ class Checkpoints:
                 "that directory to train from the first step"
             )
         try:
-            state, position = self._restore(step, wanted(step))
+            state, position = self._restore(step, wanted)
         except WrongState:
             raise
         except Exception as error:  # Orbax passes on the exceptions of its libraries

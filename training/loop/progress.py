@@ -99,10 +99,6 @@ class Pace:
         """Records the compile time of the latest program."""
         self._compilation = seconds
 
-    def forget(self) -> None:
-        """Forgets all steps, because the next ones have another speed."""
-        self._steps.clear()
-
     @property
     def tokens_per_second(self) -> float | None:
         """The rate over the latest steps; None before the first step."""

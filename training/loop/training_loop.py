@@ -24,7 +24,7 @@ from jaxspec.host.progress import duration
 from jaxspec.model.llama import Params
 from training.data import packing, sizing
 from training.data.sizing import AUTO, Auto, Sized
-from training.loop import growth, state_sharding
+from training.loop import state_sharding
 from training.loop.checkpoints import Checkpoints
 from training.loop.progress import Pace, Progress
 from training.loop.signals import StopSignal
@@ -113,7 +113,6 @@ class Loop:
       vocab_size: upper bound of the token ids, exclusive.
       measure: returns the measurements of a checkpoint: `held_out_loss`, nats per token, and more by name.
       console: shows the progress.
-      stages: the growth of the depth; None for a constant depth.
       mesh: divides state and batches. Default: all devices.
     """
 
@@ -126,12 +125,11 @@ class Loop:
     vocab_size: int
     measure: Callable[[TrainState], dict[str, float]]
     console: Console
-    stages: growth.Stages | None = None
     mesh: Mesh = dataclasses.field(default_factory=state_sharding.make_mesh)
 
     def __post_init__(self) -> None:
         self._pace = Pace(self.options.every)
-        self._compiled = False  # whether the step of the present depth is compiled
+        self._compiled = False  # whether the step is compiled
         self._measured = False  # whether the program of the measurements is compiled
         self._losses: collections.deque[float] = collections.deque(maxlen=_LATEST)
         # The number of steps in a row whose losses were far above the mean.
@@ -211,35 +209,16 @@ class Loop:
         begun = jax.eval_shape(self.init, params)
         # The checkpoint's parameters need the memory of the initial ones.
         jax.tree.map(lambda leaf: leaf.delete() if isinstance(leaf, jax.Array) else None, params)
-
-        def shapes_after(finished: int) -> TrainState:
-            # A checkpoint is written after a step, with the depth of that step.
-            shapes = jax.eval_shape(lambda state: self._deepened(state, max(0, finished - 1)), begun)
-            return state_sharding.placed_shapes(self.mesh, shapes)
-
-        resumed = self.checkpoints.resume(shapes_after)
+        resumed = self.checkpoints.resume(state_sharding.placed_shapes(self.mesh, begun))
         self.batches.set_state(resumed.position)
         self.console.print(resumed.said, markup=False)
         return resumed.state
 
-    def _deepened(self, state: TrainState, finished: int) -> TrainState:
-        """Returns the state with the depth of the step after `finished` steps."""
-        if self.stages is None or self.stages.layers_at(finished) == len(state.params["layers"]):
-            return state
-        return growth.grow(state, self.stages.layers_at(finished))
-
     def _step(
         self, state: TrainState, finished: int, progress: Progress
     ) -> tuple[TrainState, dict[str, float]]:
-        """Takes one step after `finished` steps, at that step's depth: returns the new state and the record."""
+        """Takes one step after `finished` steps: returns the new state and the record."""
         begin = time.monotonic()
-        grown = self._deepened(state, finished)
-        if grown is not state:
-            state = state_sharding.place_state(self.mesh, grown)
-            progress.say(f"{len(state.params['layers'])} layers from step {finished + 1} on")
-            self._compiled = False
-            self._pace.forget()
-            self._losses.clear()
         batch = next(self.batches)
         _check_batch(batch, self.vocab_size, finished + 1, self.checkpoints)
         placed = state_sharding.place_batch(self.mesh, batch, rows_axis=1)
@@ -264,8 +243,6 @@ class Loop:
         options = self.options
         checkpoints = -(-options.steps // options.every) - finished // options.every
         programs = 0 if self._measured else 1
-        if self.stages is not None:
-            programs += sum(finished <= until < options.steps for _, until in self.stages.pairs)
         left = self._pace.seconds_left(options.steps - finished, checkpoints, programs)
         return "" if left is None else f"about {duration(left)} left"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,16 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxspec.io.embedded import embedded_names
 from jaxspec.measuring.bench import prompts
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.sampling import seed_key
+from training.data.packing import Windows
 from training.losses.base import layer_outputs
 from training.reports.evaluation import NUM_DRAFT_TOKENS
-from training.reports.fitness import Texts
-from training.reports.fitness_report import by_exit
 
 TEMPERATURE = 0.7
 PROMPT = "Once upon a time"
@@ -27,16 +27,31 @@ PROMPT = "Once upon a time"
 SAMPLE_TOKENS = 160
 
 
-def prompts_for(kinds: Mapping[str, Texts], words: Tokenizer) -> list[str]:
+def prompts_for(kinds: Mapping[str, Windows], words: Tokenizer) -> list[str]:
     """Chooses a prompt per task type: a held-out question, or one of the project's own prompts for open text."""
     known = prompts.load()
     found = []
-    for kind, texts in kinds.items():
-        if texts.has_answers:
-            found += [words.decode(start) for start in texts.openings(1)]
+    for kind, windows in kinds.items():
+        question = _question(windows)
+        if question is not None:
+            found.append(words.decode(question))
         elif kind in known:
             found.append(known[kind][0])
     return found or [PROMPT]
+
+
+def _question(windows: Windows) -> list[int] | None:
+    """Returns the tokens before the answer of the first text that has both; None if all tokens are learned."""
+    for tokens, segments, learn in zip(
+        *(windows[name] for name in ("tokens", "segments", "learn")), strict=True
+    ):
+        for segment in range(1, int(segments.max()) + 1):
+            (places,) = np.nonzero(segments == segment)
+            first = int(learn[places].argmax())
+            # The first token of a text, BOS, is not learned anywhere.
+            if first > 1:
+                return list(map(int, tokens[places[:first]]))
+    return None
 
 
 def make_draw(config: LlamaConfig) -> Callable[[jax.Array, Params, Any, jax.Array], jax.Array]:
@@ -107,9 +122,8 @@ def write(
     step: int,
     measured: Mapping[str, float],
     texts: Mapping[str, Sequence[str]],
-    fitness: Mapping[str, Any],
     weights: str,
-    use: tuple[str, str],
+    use: str,
 ) -> str:
     """Writes the card of a model as Markdown.
 
@@ -121,9 +135,8 @@ def write(
       step: step of the exported checkpoint.
       measured: the checkpoint's measurements: `held_out_loss` (nats per token), and more by name and task type.
       texts: samples by prompt; the first of each is the greedy one.
-      fitness: the report of the fitness test.
       weights: a description of the dtypes of the weights.
-      use: the command that uses the model, and the speed to expect.
+      use: the command that uses the model.
     """
     until = [entry for entry in metrics if entry["step"] <= step]
     seconds = sum(entry["step_seconds"] for entry in until)
@@ -149,10 +162,6 @@ def write(
         *_positions_table(record, measured),
         *made_by(record["commands"]),
         "",
-        "## Does it need its depth?",
-        "",
-        *fitness_lines(fitness, with_gate=name in embedded_names()),
-        "",
         "## Samples",
         "",
     ]
@@ -160,35 +169,41 @@ def write(
         lines += ["After", "", *_quoted(prompt), ""]
         for index, text in enumerate(drawn):
             lines += [f"*{'greedy' if index == 0 else f'temperature {TEMPERATURE}'}*", "", *_quoted(text), ""]
-    return "\n".join([*lines, *used_by(*use)])
+    return "\n".join([*lines, *used_by(use)])
 
 
-def used_by(command: str, speed: str) -> list[str]:
-    """Returns the last lines of a card: the command that uses the model, and the speed to expect."""
-    return ["## Use it", "", "```bash", command, "```", "", *([speed, ""] if speed else [])]
+def command(model: str, method: str = "", draft: Path | None = None) -> str:
+    """Returns a command that generates a text, for a shell.
+
+    Examples:
+      >>> command("my model", "s2d", Path("draft"))
+      "jaxspec generate 'Once upon a time' --model 'my model' --method s2d --draft draft"
+    """
+    words = ["jaxspec", "generate", PROMPT, "--model", model]
+    words += ["--method", *method.split()] if method else []
+    return shlex.join([*words, *([] if draft is None else ["--draft", str(draft)])])
 
 
-def fitness_lines(report: Mapping[str, Any], with_gate: bool) -> list[str]:
-    """Returns a report of the fitness test as Markdown: the figures by exit and kind of work.
+def use_of_job(record: Mapping[str, Any], start: str | None, output: Path) -> str:
+    """Returns the command that uses the model of a job.
 
     Args:
-      report: of `fitness_report.measure`.
-      with_gate: whether the gate follows, which has the criteria of the embedded models.
+      record: the content of run.json.
+      start: the model that it started from; None for a model from scratch.
+      output: the model's directory.
     """
-    layers, cells = by_exit(report)
-    lines = [
-        f"| by exit after {', '.join(map(str, layers))} layers | loss | agreement | confidence | answers right |",
-        "|---|---|---|---|---|",
-        *(f"| {kind} | " + " | ".join(row.values()) + " |" for kind, row in cells.items()),
-    ]
-    if not with_gate:
-        return lines
-    lines += ["", "| gate | found | wanted | |", "|---|---|---|---|"]
-    for check in report["checks"]:
-        value = "-" if check["value"] is None else f"{check['value']:.3f}"
-        passed = "passed" if check["passed"] else "**failed**"
-        lines.append(f"| {check['name']} | {value} | {check['wanted']} | {passed} |")
-    return lines
+    options, job = record["options"], record.get("identity", {}).get("job", "").rpartition(".")[2]
+    if job == "sft" and start is not None and options.get("start_layers") is not None:
+        return command(start, "draft-model", output)
+    if job == "soft" and (target := options.get("target") or start):
+        return command(target, "s2d", output)
+    exits = f"layerskip --exit-layer {record['exits'][0]}" if job == "layerskip" and record["exits"] else ""
+    return command(str(output), exits)
+
+
+def used_by(command: str, speed: str = "") -> list[str]:
+    """Returns the last lines of a card: the command that uses the model, and the speed to expect."""
+    return ["## Use it", "", "```bash", command, "```", "", *([speed, ""] if speed else [])]
 
 
 def _kinds_table(record: Mapping[str, Any], measured: Mapping[str, float]) -> list[str]:

@@ -44,8 +44,8 @@ def load(split: Split = "reporting", directory: Path | None = None) -> dict[str,
     for part in get_args(Split):
         if not _is_by_kind(content.get(part)):
             raise ValueError(
-                f"{directory / NAME}: {part} is not a list of prompts for each kind of work; write it by "
-                "python -m training.tasks --model DIR, or delete it to use the project's prompts"
+                f"{directory / NAME}: {part} is not a list of prompts for each kind of work; correct "
+                "it, or delete it to use the project's prompts"
             )
     return _tuples(content[split])
 
