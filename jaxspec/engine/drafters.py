@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from jaxspec.host.messages import shown
 from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Candidate
-from jaxspec.methods.resources import FilePath
-from jaxspec.model.llama import Params
 from jaxspec.programs.executables import MAX_PROGRAMS
 from jaxspec.protocol import Drafter, Weights
 from jaxspec.session.auto import Auto as AutoDrafter
@@ -30,17 +28,10 @@ ARGUMENTS = ("prompts", "options", "messages", "attention_mask", "method", *NAME
 
 
 class Drafters:
-    """Makes the drafters of a model.
+    """Makes the drafters of a model."""
 
-    Args:
-      model: the model.
-      first_accepted: see `methods.Resources`.
-    """
-
-    def __init__(
-        self, model: Model, first_accepted: Callable[[FilePath, Drafter, Params, int], float | None]
-    ) -> None:
-        self._model, self._first_accepted = model, first_accepted
+    def __init__(self, model: Model) -> None:
+        self._model = model
 
     def made(self, method: AnyMethod | str, options: Mapping[str, Any]) -> AnyMethod:
         """Returns the method; if it is given by name, it is made with these options."""
@@ -122,7 +113,6 @@ class Drafters:
             model.platform,
             model.drafts.load_head,
             model.drafts.quantised,
-            self._first_accepted,
             model.step_costs,
             lambda: model.learnt_of(target).before,
         )
@@ -131,4 +121,4 @@ class Drafters:
         """Returns the candidates of method `auto`, which the caller measures itself."""
         model = self._model
         resources = self._resources(distributions, model.directory, model.loaded)
-        return method.candidates(model.loaded, dataclasses.replace(resources, first_accepted=None))
+        return method.candidates(model.loaded, resources)

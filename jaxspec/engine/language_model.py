@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.engine import head_check, scoring
+from jaxspec.engine import scoring
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.drafters import AnyMethod, Drafters
 from jaxspec.engine.keywords import Keywords
@@ -195,11 +195,7 @@ class LanguageModel(Model):
     @property
     def preparation(self) -> Preparation:
         """Makes sessions from the arguments of calls. It is not kept, so that a model is freed once nobody uses it."""
-
-        def first_accepted(*given: Any) -> float | None:
-            return head_check.first_accepted(self, self.generate, *given)
-
-        return Preparation(self, Drafters(self, first_accepted))
+        return Preparation(self, Drafters(self))
 
     # A str is a Sequence[str] too; type checkers take the first overload that fits.
     @overload

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from jaxspec.model.llama import Params
     from jaxspec.model.quantisation import Quantised
     from jaxspec.model.vocabulary import Vocabulary
-    from jaxspec.protocol import Drafter
 
 
 class HasModel(Protocol):
@@ -235,8 +234,6 @@ class Resources:
       quantise: (model, 8 or 4 bits) → a copy with quantised weights, checked to fit.
       costs: the measured costs of steps, for `auto`; None if there are none.
       seen: () → accepted and rejected draft tokens by position in earlier texts, float[K, 2], by candidate of `auto`.
-      first_accepted: (directory of a head, its drafter, its parameters, N) → the share of drafts of which the target
-        accepts more than N tokens in a short text, or None if it cannot be measured. None: heads are not measured.
 
     Examples:
       >>> resources = Resources(load_draft=lambda model: model.loaded, encode=lambda text: [3, 4])
@@ -251,6 +248,5 @@ class Resources:
     platform: str = "cpu"
     load_head: Callable[[FilePath, LoadedModel], LoadedHead] = no_heads
     quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
-    first_accepted: Callable[[FilePath, Drafter, Params, int], float | None] | None = None
     costs: StepCosts | None = None
     seen: Callable[[], Mapping[str, np.ndarray]] = dict

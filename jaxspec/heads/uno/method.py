@@ -30,7 +30,6 @@ class Uno(TreeHeadMethod):
 
     name: ClassVar[str] = "uno"
     needs: ClassVar[str] = "an adapter of Uno: draft=DIR, or heads/uno beside the model"
-    num_certain: ClassVar[int] = 1
     independent: ClassVar[bool] = True
 
     single_pass: bool = False
