@@ -19,7 +19,7 @@ from jaxspec.measuring.bench.speed import (
     tokens_per_second,
 )
 from jaxspec.measuring.bench.suite import carried
-from jaxspec.measuring.bench.timing import interleaved, measure_runs, median_ratio
+from jaxspec.measuring.bench.timing import interleaved, measure_runs
 from jaxspec.texts.results import Result, Statistics
 from jaxspec.texts.text import Token
 
@@ -33,10 +33,6 @@ def test_functions_take_turns():
     assert all(len(times) == 3 and min(times) >= 10 for times in taken.values())
     with pytest.raises(ValueError, match="repeats is 0"):
         interleaved(functions, 0)
-
-
-def test_ratios_are_taken_round_by_round():
-    assert median_ratio([2, 40, 6], [1, 10, 3]) == 2
 
 
 class Fake:

@@ -288,8 +288,6 @@ def test_the_number_of_pieces(monkeypatch):
     hidden, head = jnp.zeros((3, 18, 1)), {"head": jnp.zeros((10, 1))}
     assert base.pieces(hidden, head) == 6  # at least 5, of 3 positions each
     assert base.pieces(hidden[:, :17], head) == 1  # a prime number of positions
-    with base.undivided():
-        assert base.pieces(hidden, head) == 1
     assert base.pieces(hidden, {"embed": jnp.zeros((2, 1))}) == 1
 
 

@@ -192,19 +192,6 @@ def place_batch(mesh: Mesh, batch: Any, rows_axis: int, strict: bool = True) -> 
     return jax.tree.map(place, batch)
 
 
-def batch_shapes(mesh: Mesh, shape: tuple[int, ...], rows_axis: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a batch, [B, T] or [A, B, T], with the shardings of `place_batch`.
-
-    Examples:
-      >>> mesh = jax.sharding.AbstractMesh((4, 1), AXES)
-      >>> batch_shapes(mesh, (1, 8, 32), 1)["tokens"].sharding.shard_shape((1, 8, 32))
-      (1, 2, 32)
-    """
-    place = _rows_sharding(mesh, shape, rows_axis)
-    dtypes = {"tokens": np.int32, "segments": np.int32, "positions": np.int32, "learn": np.bool_}
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in dtypes.items()}
-
-
 def _rows_sharding(mesh: Mesh, shape: tuple[int, ...], rows_axis: int) -> NamedSharding:
     logical: list[str | None] = [None] * len(shape)
     logical[rows_axis] = "batch"

@@ -13,10 +13,8 @@ drawn from p. Acceptance counts such positions as rejections.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -169,17 +167,6 @@ def head_loss(
 
 # Maximum number of logits of a row of the batch that exist at a time; 2²⁶ of float32 take 268 MB.
 _MAX_LOGITS = 2**26
-_divided: contextvars.ContextVar[bool] = contextvars.ContextVar("divided", default=True)
-
-
-@contextlib.contextmanager
-def undivided() -> Iterator[None]:
-    """Traces losses in one piece within the context."""
-    token = _divided.set(False)
-    try:
-        yield
-    finally:
-        _divided.reset(token)
 
 
 def pieces(hidden: jax.Array, head: Params) -> int:
@@ -193,7 +180,7 @@ def pieces(hidden: jax.Array, head: Params) -> int:
       head: its `head` or `embed`, [V, D], makes the logits.
     """
     length, vocab = hidden.shape[1], head["head" if "head" in head else "embed"].shape[0]
-    least = -(-length * vocab // _MAX_LOGITS) if _divided.get() else 1
+    least = -(-length * vocab // _MAX_LOGITS)
     return next((count for count in range(least, 2 * least + 1) if length % count == 0), 1)
 
 

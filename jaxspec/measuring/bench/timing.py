@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -55,11 +54,6 @@ def interleaved(
             function()
             taken[name] += processes.agreed(mesh, 1e3 * (time.perf_counter() - began))
     return taken
-
-
-def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the ratios turn by turn; a slowdown of a whole turn cancels."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def warm_up(
