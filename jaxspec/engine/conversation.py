@@ -62,8 +62,9 @@ class Conversation:
         self.use(method)
         self._session: Session | None = None
         self._pieces = self._answer([], iter(()))
-        # The method of the session, which has the drafter's caches.
+        # The method of the session, which has the drafter's caches, and the identity of its files.
         self._ran: AnyMethod | None = None
+        self._files: tuple[Any, ...] = ()
         self.messages: list[Message] = []
         self.prompt: list[int] = []
         self.statistics: list[Statistics] = []
@@ -160,10 +161,11 @@ class Conversation:
             )
             self._pieces.close()
             prefix = None if self._session is None else self._session.prefix()
-            if prefix is not None and self._ran is not self._method:
+            files = self._preparation.drafters.files(self._method)
+            if prefix is not None and (self._ran is not self._method or self._files != files):
                 prefix = prefix.without_drafter()
             self._session, pieces = self._start(prompt, self._method, prefix)
-        self._ran, self.prompt = self._method, prompt
+        self._ran, self._files, self.prompt = self._method, files, prompt
         self._pieces = self._answer(messages, pieces)
         return self._pieces
 

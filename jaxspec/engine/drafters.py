@@ -12,10 +12,12 @@ import jax
 
 from jaxspec.engine.keywords import MethodName
 from jaxspec.engine.model import Model
+from jaxspec.host import processes
 from jaxspec.host.messages import shown
 from jaxspec.methods import LoadedModel, Method, Resources, registry
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Candidate
+from jaxspec.methods.files import files_of
 from jaxspec.programs.executables import MAX_PROGRAMS
 from jaxspec.protocol import Drafter, Weights
 from jaxspec.session.auto import Auto as AutoDrafter
@@ -77,12 +79,13 @@ class Drafters:
         return drafter, Weights(self._model.params, params)
 
     def auto(self, method: Auto, distributions: tuple[str, ...], target: LoadedModel) -> AutoDrafter:
-        """Returns the drafter of method `auto`, made once for all texts with these sampling distributions."""
+        """Returns the drafter of `auto`, made once for all texts with these sampling distributions and these files."""
         model, names = self._model, tuple(sorted(set(distributions)))
         key = dataclasses.replace(method, explain=False), names, target is model.loaded
+        files = self.files(method)
         with contextlib.suppress(TypeError):  # an option that cannot be a key
-            if key in model.autos:
-                return model.autos[key]
+            if key in model.autos and model.autos[key][0] == files:
+                return model.autos[key][1]
         resources = self._resources(names, model.directory, target)
         candidates = method.candidates(target, resources)
         drafter, params = method.built(candidates, target, resources)
@@ -98,8 +101,15 @@ class Drafters:
         with contextlib.suppress(TypeError):
             while len(model.autos) >= MAX_PROGRAMS:
                 del model.autos[next(iter(model.autos))]
-            model.autos[key] = made
+            model.autos[key] = files, made
         return made
+
+    def files(self, method: AnyMethod) -> tuple[Any, ...]:
+        """Returns the identity of the files that a method may read; () for a drafter, and with several processes."""
+        if not isinstance(method, Method) or processes.several():
+            return ()
+        model = self._model
+        return files_of(method, model.loaded, self._resources((), model.directory, model.loaded))
 
     def _resources(
         self, distributions: tuple[str, ...], directory: Path | None, target: LoadedModel

@@ -44,7 +44,7 @@ class Model:
       loaded: its config and parameters, as the methods take them.
       executables: its compiled programs.
       prefixes: the kept texts; None without `prefix_cache`.
-      autos: its drafters of method `auto`, by the method and the sampling distributions.
+      autos: its drafters of method `auto` with the identity of their files, by the method and the distributions.
 
     Examples:
       >>> from jaxspec.testing import language_model
@@ -78,7 +78,7 @@ class Model:
         checked = trained_for.checked(config.num_layers, config.vocab_size)
         self.loaded = LoadedModel(config, params, name, checked, sampled)
         self.executables = Executables()
-        self.autos: dict[Any, Auto] = {}
+        self.autos: dict[Any, tuple[Any, Auto]] = {}
         self.prefixes = None
         if prefix_cache is not None:
             size = num_bytes("prefix_cache", prefix_cache)

@@ -259,6 +259,7 @@ class Scheduler:
         numbers = request.temperature, request.top_k, request.top_p, request.min_p
         by_distribution = isinstance(method, Method) and method.by_distribution
         key = (
+            self._lm.preparation.drafters.files(method),
             _key(method),
             type(acceptor_of(method, options, [request])),
             bool(options.exact),
@@ -268,8 +269,9 @@ class Scheduler:
         )
         if key not in self._groups:
             idle = [one for one, group in self._groups.items() if not group.ids]
-            for one in idle[: len(idle) - IDLE_GROUPS + 1]:
-                del self._groups[one]
+            for place, one in enumerate(idle):  # the oldest ones, and those that read other files
+                if place < len(idle) - IDLE_GROUPS + 1 or one[1:] == key[1:]:
+                    del self._groups[one]
             session = self._lm.preparation.session([request], method, options, elastic=True)
             self._groups[key] = _Group(self._lm.preparation.texts(session, options), method)
         # A row needs its own cache while its prompt is fed.

@@ -16,7 +16,7 @@ from jaxspec.heads import torch_file
 from jaxspec.heads.kinds import known
 from jaxspec.heads.rows import refitted
 from jaxspec.heads.tensors import Entry, Head
-from jaxspec.host.files import read_json
+from jaxspec.host.files import identity, read_json
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io import tensors
 from jaxspec.io.directories import settled
@@ -55,26 +55,26 @@ def embedded_head(kind: str, fingerprint: str, config: LlamaConfig) -> Path | No
     """
     other = None
     for path in embedded_files(f"{HEADS_NAME}/*/config.json"):
-        head, changed = path.parent, path.stat().st_mtime_ns
-        found, target = _described(head, changed)
+        head, status = path.parent, identity(path.parent)
+        found, target = _described(head, status)
         if found != kind:
             continue
         if target == fingerprint:
             return head
-        if other is None and (head / ACCEPTANCE_NAME).is_file() and _fits(head, changed, config):
+        if other is None and (head / ACCEPTANCE_NAME).is_file() and _fits(head, status, config):
             other = head
     return other
 
 
 @functools.cache
-def _described(directory: Path, changed: int) -> tuple[Any, str | None]:
-    """Returns a head's type and its target's fingerprint; `changed` is the time at which its config was written."""
+def _described(directory: Path, status: tuple[Any, ...]) -> tuple[Any, str | None]:
+    """Returns a head's type and its target's fingerprint; `status` is the identity of its files."""
     return section(read_json(directory / "config.json"), "jaxspec").get("kind"), trained_for(directory)
 
 
 @functools.cache
-def _fits(directory: Path, changed: int, target: LlamaConfig) -> bool:
-    """Whether a head's tensors fit a target; `changed` is the time at which its config was written."""
+def _fits(directory: Path, status: tuple[Any, ...], target: LlamaConfig) -> bool:
+    """Whether a head's tensors fit a target; `status` is the identity of its files."""
     try:
         read_head(directory, target)
     except ValueError:

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import safetensors.numpy
 from jax.typing import DTypeLike
 
 from jaxspec.heads.files import head_leaves
 from jaxspec.heads.kinds import known
-from jaxspec.host.files import write_atomic, write_json
+from jaxspec.host.files import write_json
+from jaxspec.io.tensors import save
 from jaxspec.model.head import HeadConfig
 from jaxspec.model.llama import Params, is_shape
 
@@ -63,13 +63,12 @@ def write_head(
             raise ValueError(f"parameter {leaf} has shape {array.shape}, expected {shape} by the head")
         for source in sources:
             part = np.asarray(array).reshape(source.split)[source.index].reshape(source.shape)
-            tensors[writing.published(head, source.name)] = np.ascontiguousarray(part.astype(dtype))
+            tensors[writing.published(head, source.name)] = part.astype(dtype)
     content = writing.content(head, np.dtype(dtype).name)
     if "speculators_config" in content:
         content["speculators_config"]["verifier"]["name_or_path"] = name
     content.setdefault("jaxspec", {}).update(kind=head.kind, target=target)
     directory.mkdir(parents=True, exist_ok=True)
-    saved = safetensors.numpy.save(tensors, {"format": "pt"})
-    write_atomic(directory / "model.safetensors", saved)
+    save(directory / "model.safetensors", tensors)
     write_json(directory / "config.json", content)
-    return len(saved)
+    return sum(tensor.nbytes for tensor in tensors.values())

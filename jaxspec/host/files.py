@@ -213,6 +213,21 @@ def parse_json(text: str | bytes) -> Any:
     raise ValueError("it is nested too deeply")
 
 
+def identity(path: str | os.PathLike[str], depth: int = 2) -> tuple[Any, ...]:
+    """Returns a value that changes when a file changes, or one of a directory and its subdirectories; () without any.
+
+    It has names, sizes, and times of the last change: of the content, which a copy may keep, and of the status.
+    """
+    try:
+        now = os.stat(path)
+        if depth and stat.S_ISDIR(now.st_mode):
+            names = sorted(os.listdir(path))
+            return tuple((name, identity(os.path.join(path, name), depth - 1)) for name in names)
+    except (OSError, ValueError):
+        return ()
+    return now.st_size, now.st_mtime_ns, now.st_ctime_ns
+
+
 def no_file(path: str | os.PathLike[str]) -> str:
     """Returns the message for a path that should be a file and is not."""
     path = Path(path)

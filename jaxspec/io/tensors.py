@@ -32,9 +32,11 @@ INTEGERS: dict[str, np.dtype] = {
     "I32": np.dtype("<i4"),
     "BOOL": np.dtype(bool),
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CODES = {dtype: code for code, dtype in {**DTYPES, **INTEGERS}.items()}
 # Enough for 300,000 tensors; the format allows three times as much. A parsed header can take thirty times its bytes.
 _MAX_HEADER_BYTES = 30_000_000
+# The numbers that are checked at once, which fit in a processor's cache.
+_BLOCK = 2**18
 _MAX_DIMENSIONS, _MAX_SIZE = 8, 2**31
 
 
@@ -102,6 +104,32 @@ def read(path: str | os.PathLike[str], integers: bool = False) -> Tensors:
     return tensors
 
 
+def check_finite(name: str, tensor: np.ndarray) -> None:
+    """Refuses a tensor with NaN or infinity.
+
+    Raises:
+      ValueError: it has such a number; the message names the tensor.
+    """
+    if not is_finite(tensor):
+        raise ValueError(f"tensor {name} has numbers that are not finite; fetch or save it again")
+
+
+def is_finite(tensor: np.ndarray) -> bool:
+    """Whether a tensor of floats, contiguous or not, has neither NaN nor infinity.
+
+    Their bits, read as whole numbers, are at least those of infinity, in halves of the range by the sign. Two maxima
+    over a block that is in the processor's cache are faster than `np.isfinite`, most of all in bfloat16.
+    """
+    size = tensor.dtype.itemsize
+    flat = np.ascontiguousarray(tensor).reshape(-1)
+    signed, unsigned = flat.view(f"i{size}"), flat.view(f"u{size}")
+    infinities = np.array([np.inf, -np.inf], tensor.dtype).view(f"u{size}")
+    return all(
+        signed[at : at + _BLOCK].max() < infinities[0] and unsigned[at : at + _BLOCK].max() < infinities[1]
+        for at in range(0, flat.size, _BLOCK)
+    )
+
+
 def _entry(value: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     """Returns a header's entry for a tensor: dtype, shape, first byte, and the byte after its last."""
     code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
@@ -116,34 +144,46 @@ def write(
     path: str | os.PathLike[str],
     shapes: Mapping[str, tuple[int, ...]],
     fetch: Callable[[str], np.ndarray],
-    dtype: np.dtype,
+    dtype: np.dtype | Mapping[str, np.dtype],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes tensors of one dtype, one at a time.
+    """Writes tensors one at a time; every safetensors file that jaxspec makes is written here.
 
     Args:
       path: the file, written whole or not at all.
       shapes: shape by name, in the order of the file.
       fetch: returns the tensor of a name, with its shape and `dtype`.
-      dtype: one of the values of `DTYPES`.
+      dtype: one of the values of `DTYPES` or `INTEGERS`, or that of each name.
+      metadata: texts by name; None for PyTorch's format.
 
     Raises:
       ValueError: the format does not support `dtype`, or a tensor has another shape or dtype.
     """
-    dtype = np.dtype(dtype)
-    if dtype not in _CODES:
-        raise ValueError(f"cannot save weights as {dtype}; choose float32, bfloat16, float16 or float64")
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    dtypes = {name: np.dtype(dtype[name] if isinstance(dtype, Mapping) else dtype) for name in shapes}
+    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     offset = 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+    # The largest numbers come first, so that all are aligned.
+    for name in sorted(shapes, key=lambda name: -dtypes[name].itemsize):
+        shape, own = shapes[name], dtypes[name]
+        if own not in _CODES:
+            raise ValueError(f"cannot save weights as {own}; choose float32, bfloat16, float16 or float64")
+        end = offset + math.prod(shape) * own.itemsize
+        header[name] = {"dtype": _CODES[own], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the numbers start aligned
     with atomic(path) as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, shape in shapes.items():
-            tensor = np.ascontiguousarray(fetch(name))
-            if tensor.shape != tuple(shape) or tensor.dtype != dtype:
-                raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, expected {dtype}{tuple(shape)}")
+        for name in list(header)[1:]:
+            tensor, own, shape = np.asarray(fetch(name), order="C"), dtypes[name], tuple(shapes[name])
+            if tensor.shape != shape or tensor.dtype != own:
+                raise ValueError(f"{name} is {tensor.dtype}{tensor.shape}, expected {own}{shape}")
             file.write(tensor.reshape(-1).view(np.uint8).data)
+
+
+def save(
+    path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes arrays that are in memory, see `write`."""
+    shapes = {name: array.shape for name, array in arrays.items()}
+    write(path, shapes, arrays.__getitem__, {name: array.dtype for name, array in arrays.items()}, metadata)

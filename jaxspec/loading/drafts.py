@@ -1,11 +1,13 @@
-"""Finds, checks and loads the draft models and heads of a target, each once."""
+"""Finds, checks and loads the draft models and heads of a target, each once while its files stay the same."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.heads import files as heads
+from jaxspec.host import processes
+from jaxspec.host.files import identity
 from jaxspec.io import checkpoint
+from jaxspec.io.hf.config_json import errors_of
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.loading.loading import find_model, find_tokenizer, fit_to_mesh, place_params
 from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, ModelLike
@@ -24,12 +29,13 @@ from jaxspec.model.sharding import put
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.programs import memory
 
+T = TypeVar("T")
 # Cache slots that must fit in memory beside a draft's weights.
 _CAPACITY = 512
 
 
 class Drafts:
-    """Loads draft models and heads to the devices of their target, each once.
+    """Loads draft models and heads to the devices of their target, and again if their files have changed.
 
     Args:
       config: the target's.
@@ -51,8 +57,9 @@ class Drafts:
     ) -> None:
         self._config, self._tokenizer, self._dtype, self._bits = config, tokenizer, dtype, bits
         self._device, self._mesh = device, mesh
-        self._loaded: dict[str, LoadedModel] = {}
-        self._heads: dict[str, LoadedHead] = {}
+        # By name: the directory or file, its identity, and what was loaded from it.
+        self._loaded: dict[str, tuple[Path, Any, LoadedModel]] = {}
+        self._heads: dict[str, tuple[Path, Any, LoadedHead]] = {}
         self._fits: dict[int, LoadedModel] = {}
 
     def load(self, draft: ModelLike) -> LoadedModel:
@@ -67,8 +74,8 @@ class Drafts:
         if not isinstance(draft, (str, os.PathLike)):
             return self._check_loaded(draft)
         name = os.fspath(draft)
-        if name not in self._loaded:
-            directory = find_model(name)
+
+        def read(directory: Path) -> LoadedModel:
             config = checkpoint.read_config(directory)
             config = dataclasses.replace(config, kv_cache_dtype=self._config.kv_cache_dtype)
             tokenizer = find_tokenizer(directory)
@@ -81,8 +88,9 @@ class Drafts:
                 directory, config, self._dtype, self._device, self._mesh, self._bits, tokenizer
             )
             trained_for = checkpoint.read_trained_for(directory, config)
-            self._loaded[name] = self._fitted(LoadedModel(config, params, name, trained_for, sampled))
-        return self._loaded[name]
+            return self._fitted(LoadedModel(config, params, name, trained_for, sampled))
+
+        return _current(self._loaded, name, find_model, read)
 
     def load_head(self, path: FilePath, target: LoadedModel) -> LoadedHead:
         """Returns a head, loaded and checked to fit the target; on a mesh it is replicated.
@@ -94,10 +102,10 @@ class Drafts:
         Raises:
           FileNotFoundError, ValueError: there is no such head, or it does not fit.
         """
-        name = os.fspath(path)
-        if name not in self._heads:
+
+        def read(directory: Path) -> LoadedHead:
             num_tokens = None if self._tokenizer is None else self._tokenizer.vocab_size
-            head = heads.read_head(heads.resolve(name), self._config.plain, num_tokens)
+            head = heads.read_head(directory, self._config.plain, num_tokens)
             where: Any = self._device
             if self._mesh is None:
                 num_weights = sum(math.prod(shape) for _, shape, _ in head.entries)
@@ -110,7 +118,8 @@ class Drafts:
                 return placed
 
             config: Any = head.config
-            params = head.load(self._dtype, place_leaf)
+            with errors_of(directory):
+                params = head.load(self._dtype, place_leaf)
             # Published heads often contain copies of the target's embedding and head.
             if "embed" in params and _same(params["embed"], target.params["embed"]):
                 config = dataclasses.replace(config, own_embedding=False)
@@ -119,8 +128,9 @@ class Drafts:
             if own is not None and _same(own, llama.head(target.config, target.params)):
                 config = dataclasses.replace(config, head_size=None)
                 del params["head"]
-            self._heads[name] = LoadedHead(config, params, head.target, head.rows)
-        return self._heads[name]
+            return LoadedHead(config, params, head.target, head.rows)
+
+        return _current(self._heads, os.fspath(path), heads.resolve, read)
 
     def quantised(self, target: LoadedModel, bits: int) -> LoadedModel:
         """Returns a copy of the target with weights of 8 or 4 bits, made once.
@@ -145,7 +155,11 @@ class Drafts:
         loaded = getattr(draft, "loaded", None)  # of a LanguageModel: it keeps the fingerprint
         if not isinstance(loaded, LoadedModel):
             loaded = LoadedModel(draft.config, draft.params, name)
-        return self._fitted(loaded)
+        fitted = self._fits.get(id(loaded)) or self._fitted(loaded)
+        if fitted is not loaded:
+            # The entry keeps the draft alive, so that no other object can get its id.
+            self._fits[id(loaded)] = fitted
+        return fitted
 
     def _fitted(self, draft: LoadedModel) -> LoadedModel:
         """Returns a draft with the target's number of rows; it proposes only tokens that both models have.
@@ -155,8 +169,6 @@ class Drafts:
         rows, size = draft.config.vocab_size, self._config.vocab_size
         if rows == size:
             return draft
-        if id(draft) in self._fits:
-            return self._fits[id(draft)]
         head, shared = llama.head(draft.config, draft.params), min(rows, size)
         where: Any = self._device if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
         few = Vocabulary(
@@ -164,14 +176,12 @@ class Drafts:
             put(np.arange(shared, dtype=np.int32), where),
             size,
         )
-        # The entry keeps the draft alive, so that no other object can get its id.
-        fitted = self._fits[id(draft)] = dataclasses.replace(
+        return dataclasses.replace(
             draft,
             config=dataclasses.replace(draft.config, vocab_size=size),
             params={**draft.params, "vocabulary": few},
             fitted_from=draft,
         )
-        return fitted
 
     def _check(self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
         """Refuses a draft with another vocabulary than the target's."""
@@ -189,6 +199,21 @@ class Drafts:
                 f"draft {name} has another vocabulary than the target, of the same size; "
                 "a draft must share the target's tokenizer"
             )
+
+
+def _current(
+    loaded: dict[str, tuple[Path, Any, T]], name: str, find: Callable[[str], Path], read: Callable[[Path], T]
+) -> T:
+    """Returns what is loaded by a name, which is found and read again if its files have changed.
+
+    Several processes must hold the same weights, and may not see a change at the same time.
+    """
+    if name not in loaded or not (processes.several() or identity(loaded[name][0]) == loaded[name][1]):
+        loaded.pop(name, None)  # its memory may be needed
+        path = find(name)
+        status = identity(path)  # before the reading: files that change meanwhile are read again
+        loaded[name] = path, status, read(path)
+    return loaded[name][2]
 
 
 def _same(own: jax.Array, target: jax.Array | Quantised) -> bool:

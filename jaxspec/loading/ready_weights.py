@@ -56,16 +56,9 @@ class ReadyWeights:
         source = source.resolve()
         name = repr((str(source), str(dtype), device.platform, bits))
         self._path = cache / "weights" / hashlib.sha256(name.encode()).hexdigest()[:32]
-        with contextlib.suppress(OSError):
-            found = sorted(source.iterdir()) if source.is_dir() else [source]
-            of = [(one.name, one.stat()) for one in found]
-            # A copy may keep the time of its content, but not that of its last change.
-            status = [(name, now.st_size, now.st_mtime_ns, now.st_ctime_ns) for name, now in of]
-            # The dtype of the cache is no property of the weights.
-            plain = dataclasses.replace(config.plain, kv_cache_dtype="auto")
-            self._made_from = repr((version, plain, status))
-            return
-        self._path = None  # a file cannot be read; the reader of the model says so
+        # The dtype of the cache is no property of the weights.
+        plain = dataclasses.replace(config.plain, kv_cache_dtype="auto")
+        self._made_from = repr((version, plain, files.identity(source, 1)))
 
     def read(self) -> tuple[Params, Sampled | None] | None:
         """Returns the weights and the rows sampled for the fingerprint; None if none are kept of these files."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jaxspec.host.files import identity
 from jaxspec.io.user_data import has_user_data, home, model_data
+from jaxspec.methods.base import Lookup, Method
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
@@ -50,6 +52,26 @@ def found(
     """Returns the file given by the user, or the first of this name in `directories`, or None."""
     path = file_of(named, target, resources, name)
     return path if named is not None or (path is not None and path.is_file()) else None
+
+
+def files_of(method: Method, target: LoadedModel, resources: Resources) -> tuple[Any, ...]:
+    """Returns the identity of the files that a method may read: those that its options name, and those of the model."""
+    from jaxspec.heads.files import HEADS_NAME
+    from jaxspec.io.methods.method_files import ASD_NAME, PLAN_NAME, PROBES_NAME, THRESHOLDS_NAME
+    from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME
+
+    options = [
+        one for value in method.given.values() for one in (value if type(value) is tuple else (value,))
+    ]
+    named = [
+        files_of(one, target, resources) if isinstance(one, Method) else identity(one)
+        for one in options
+        if isinstance(one, (str, os.PathLike, Method))
+    ]
+    if isinstance(method, Lookup) or not method.options():
+        return tuple(named)
+    names = (ASD_NAME, HEADS_NAME, PLAN_NAME, PROBES_NAME, THRESHOLDS_NAME, VOCABULARY_NAME)
+    return *named, *(identity(one / name) for one in directories(target, resources) for name in names)
 
 
 def read_reference(paths: Sequence[str], resources: Resources) -> jax.Array | None:

@@ -56,6 +56,18 @@ _FIELDS = {
         *("tools", "tool_choice", "parallel_tool_calls"),
     ),
 }
+# The fields of each object within a request, by its place. A chat template gets all of a function.
+_NESTED: dict[str, tuple[str, ...]] = {
+    "response_format of the type text": ("type",),
+    "response_format of the type json_object": ("type", "schema"),  # as llama.cpp takes it
+    "response_format of the type json_schema": ("type", "json_schema"),
+    "response_format.json_schema": ("schema", "name", "description", "strict"),
+    "structured_outputs": tuple(_WORDS),
+    "stream_options": ("include_usage",),
+    "tools": ("type", "function"),
+    "tool_choice": ("type", "function"),
+    "tool_choice.function": ("name",),
+}
 # Fields of the API that are not supported, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -74,6 +86,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "structured_outputs.disable_fallback": (False,),
+    "structured_outputs.disable_any_whitespace": (False,),
+    "structured_outputs.disable_additional_properties": (False,),
+    "stream_options.include_obfuscation": (True, False),
+    "stream_options.continuous_usage_stats": (False,),
+    "tools.cache_control": ({"type": "ephemeral"},),
 }
 _MAX_STOPS, _MAX_COPIES = 16, 128
 _PYTHON = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompts": "prompt"}
@@ -215,16 +233,32 @@ def request_of(url: str, body: Any) -> ApiRequest:
     )
 
 
-def _check_names(body: Mapping[str, Any], known: Collection[str]) -> None:
-    for name, value in body.items():
-        if name in known:
+def _check_names(given: Mapping[str, Any], known: Collection[str], place: str = "") -> None:
+    """Refuses fields without an effect, by name: of a request, or of the object at a place within it."""
+    for name, value in given.items():
+        path = f"{place}.{name}" if place else name
+        if name in known or (place and value is None):
             continue
-        if name not in _UNSUPPORTED:
+        if path not in _UNSUPPORTED:
             near = nearest(name, [*known, *_PYTHON])
             meant = f"; perhaps you meant {_PYTHON.get(near, near)}" if near else ""
-            raise BadField(f"unknown field {shown(name)}{meant}", name)
-        if value is not None and value not in _UNSUPPORTED[name]:
-            raise BadField(f"{name} is not supported; leave it out", name)
+            if place:
+                meant = f" of {place}; give {', '.join(known)}"
+            raise BadField(f"unknown field {shown(name)}{meant}", _field_of(place) if place else name)
+        if value is not None and value not in _UNSUPPORTED[path]:
+            raise BadField(f"{path} is not supported; leave it out", _field_of(path))
+
+
+def _object(place: str, given: Any, wanted: str) -> dict[str, Any]:
+    """Returns the fields of the object at a place within a request that are not null; `wanted` describes the object."""
+    if not isinstance(given, Mapping):
+        raise BadField(f"{place} is {shown(given)}; give {wanted}", _field_of(place))
+    _check_names(given, _NESTED[place], place)
+    return {name: value for name, value in given.items() if value is not None and name in _NESTED[place]}
+
+
+def _field_of(place: str) -> str:
+    return re.split(r"[. ]", place, maxsplit=1)[0]
 
 
 def _checked(name: str, check: Callable[[str, Any], Any], value: Any) -> Any:
@@ -295,12 +329,12 @@ def _grammar(given: Mapping[str, Any]) -> tuple[Grammar, str] | None:
         if name == "response_format" and value is not None:
             word, value = _response_format(value)
         elif name == "structured_outputs" and value is not None:
-            if not isinstance(value, Mapping) or len(value) != 1 or not value.keys() <= _WORDS.keys():
-                raise BadField(
-                    f"{name} is {shown(value)}; give an object with one of {', '.join(_WORDS)}", name
-                )
-            ((word, value),) = value.items()
-        if value is not None and value is not False:
+            wanted = f"an object with one of {', '.join(_WORDS)}"
+            own = _object(name, value, wanted)
+            if len(own) != 1:
+                raise BadField(f"{name} is {shown(value)}; give {wanted}", name)
+            ((word, value),) = own.items()
+        if value is not None and (word, value) != ("json_object", False):
             try:
                 found.append((_WORDS[word](value), name))
             except ValueError as error:
@@ -311,49 +345,63 @@ def _grammar(given: Mapping[str, Any]) -> tuple[Grammar, str] | None:
 
 
 def _response_format(given: Any) -> tuple[str, Any]:
+    wanted = (
+        "an object with the type text, json_object or json_schema, the last with "
+        '{"json_schema": {"name": "answer", "schema": {…}}}'
+    )
     kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind in ("text", "json_object"):
-        return "json_object", kind == "json_object"
-    schema = given.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), (Mapping, bool)):
-        raise BadField(
-            f"response_format is {shown(given)}; give an object with the type text, json_object or json_schema, the "
-            'last with {"json_schema": {"name": "answer", "schema": {…}}}',
-            "response_format",
-        )
-    return "json", schema["schema"]
+    place = f"response_format of the type {kind}"
+    if not isinstance(kind, str) or place not in _NESTED:
+        raise BadField(f"response_format is {shown(given)}; give {wanted}", "response_format")
+    fields = _object(place, given, wanted)
+    if kind == "json_schema":
+        fields = _object("response_format.json_schema", fields.get("json_schema"), wanted)
+    schema = fields.get("schema", {"text": False, "json_object": True}.get(kind))
+    if not isinstance(schema, (Mapping, bool)):
+        raise BadField(f"response_format is {shown(given)}; give {wanted}", "response_format")
+    return ("json" if "schema" in fields else "json_object"), schema
 
 
 def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Mapping[str, Any]], bool]:
     """Returns the tools that the model gets, the functions that it may call, and whether it must call one."""
     tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    several = tools if isinstance(tools, list) else [None]
-    functions: list[Any] = [tool.get("function") if isinstance(tool, Mapping) else None for tool in several]
-    for function in functions:
+    wanted = (
+        "a list of functions such as "
+        '{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}'
+    )
+    functions: list[Any] = []
+    if not isinstance(tools, list):
+        raise BadField(f"tools is {shown(tools)}; give {wanted}", "tools")
+    for tool in tools:
+        own = _object("tools", tool, wanted)
+        function = own.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         is_function = isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII)
-        if not is_function or not isinstance(function.get("parameters") or {}, Mapping):
+        if not isinstance(function, Mapping) or not is_function or own.get("type", "function") != "function":
+            raise BadField(f"tools is {shown(tools)}; give {wanted}", "tools")
+        if not isinstance(function.get("parameters") or {}, Mapping):
             raise BadField(
-                f"tools is {shown(tools)}; give a list of functions such as "
-                '{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}',
-                "tools",
+                f"parameters of {name} is {shown(function['parameters'])}; give a JSON schema", "tools"
             )
+        _checked(
+            "tools", lambda _, value: flag("strict of a function", value), function.get("strict") or False
+        )
+        functions.append(function)
     if choice == "none":
         return (), (), False
     if choice == "auto":
         return tools, functions, False
-    named = choice.get("function") if isinstance(choice, Mapping) else None
-    chosen = [
-        function
-        for function in functions
-        if choice == "required" or (isinstance(named, Mapping) and function["name"] == named.get("name"))
-    ]
-    if not chosen:
-        raise BadField(
-            f"tool_choice is {shown(choice)}; give auto, none, required, or one of the tools such as "
-            '{"type": "function", "function": {"name": "now"}}',
-            "tool_choice",
-        )
+    wanted = (
+        'auto, none, required, or one of the tools such as {"type": "function", "function": {"name": "now"}}'
+    )
+    name, kind = None, "function"
+    if choice != "required":
+        own = _object("tool_choice", choice, wanted)
+        named, kind = _object("tool_choice.function", own.get("function"), wanted), own.get("type", kind)
+        name = named.get("name")
+    chosen = [one for one in functions if choice == "required" or one["name"] == name]
+    if not chosen or kind != "function":
+        raise BadField(f"tool_choice is {shown(choice)}; give {wanted}", "tool_choice")
     return tools, chosen, True
 
 
@@ -406,18 +454,10 @@ def _method(method: Any) -> tuple[str | None, dict[str, Any]]:
 def _include_usage(options: Any, stream: bool) -> bool:
     if options is None:
         return False
-    if not isinstance(options, Mapping):
-        raise BadField(
-            f"stream_options is {shown(options)}; give an object with include_usage", "stream_options"
-        )
+    own = _object("stream_options", options, "an object with include_usage")
     if not stream:
         raise BadField("stream_options needs stream: true", "stream_options")
-    for name in options:
-        if name != "include_usage":
-            raise BadField(
-                f"unknown field {shown(name)} of stream_options; give include_usage", "stream_options"
-            )
-    return bool(_checked("stream_options", flag, options.get("include_usage", False)))
+    return bool(_checked("stream_options", flag, own.get("include_usage", False)))
 
 
 def _log_probs(given: Mapping[str, Any], chat: bool, echo: bool) -> dict[str, Any]:

@@ -153,10 +153,16 @@ class Row:
             self._lossy,
             strategy.expected,
             strategy.prices,
-            strategy.drafted_by(update.row),
+            self._drafted_by(strategy, update.row, statistics),
             self._new_text,
         )
         return Piece(update.index, gained, tokens, statistics, result, self._tokens, self._new_text)
+
+    def _drafted_by(self, strategy: Strategy, row: int, counts: Statistics) -> str:
+        """Returns `Result.drafted_by`, which tells of a method that did not draft, such as one whose logits are NaN."""
+        name = strategy.drafted_by(row)
+        plain = counts.num_drafts or counts.num_rounds < 2 or not strategy.drafter.num_draft_tokens
+        return name if plain or ": " in name else f"{name}: no draft in {counts.num_rounds} rounds"
 
     def _reason(self) -> FinishReason:
         """Returns the reason why the text ended, by its tokens."""

@@ -176,7 +176,8 @@ class Result:
         accepted by an acceptor that changes the distribution (`acceptor="typical"`).
       expected, prices: with `method="auto"` and `explain`, the estimates of the candidates, the fastest first, and
         the prices as in the file of `prices`; else () and None.
-      drafted_by: the name of the method; with method `auto`, also the rounds of each candidate, or why none drafted.
+      drafted_by: the name of the method, and that it did not draft; with method `auto`, also the rounds of each
+        candidate, or why none drafted.
       new_text: returns a new converter of the tokens to text, for `spans`; None for a result that was read from a file.
 
     Examples:

@@ -9,15 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
+from jax.sharding import Mesh
 
 from jaxspec.cli import main
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io.hf import huggingface
+from jaxspec.io import checkpoint
+from jaxspec.io.hf import huggingface, peft
 from jaxspec.model import cache as kv
+from jaxspec.model.sharding import automatic, param_shardings
 from jaxspec.sampling import Sampling
 from jaxspec.testing import reference
-from tests import tiny
+from tests import gguf_files, tiny
 from tests.commands import CONFIG, write_tokenizer
+from tests.engine.test_adapter import write_adapter
+from tests.heads import files as heads
+from tests.heads.test_medusa import medusa
 
 PROMPTS = ((1, 3, 1, 3, 1, 4), (5, 2), (7, 7, 6, 1))
 BUDGET = 12
@@ -187,10 +194,102 @@ def test_a_text_keeps_what_came_before_the_error():
     assert expected.error is None
 
 
+def write_gguf(path, config, params) -> None:
+    path.mkdir()
+    gguf_files.write(path / "model.gguf", config, params)
+
+
+def load_weights(path, config, dtype=np.float32, place=None) -> None:
+    checkpoint.load_params(path / "model.gguf" if "gguf" in path.name else path, config, dtype, place)
+
+
+def load_sharded(path, config) -> None:
+    mesh = automatic(Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model")))
+    flat, _ = jax.tree.flatten_with_path(param_shardings(mesh, config))
+    load_weights(
+        path, config, place={jax.tree_util.keystr(at, simple=True, separator="/"): one for at, one in flat}
+    )
+
+
+READERS = {
+    "bfloat16 in float32": (lambda *given: huggingface.save(*given, jnp.bfloat16), load_weights),
+    "float32 in bfloat16": (
+        huggingface.save,
+        lambda path, config: load_weights(path, config, jnp.bfloat16),
+    ),
+    "float16": (lambda *given: huggingface.save(*given, np.float16), load_weights),
+    "a mesh": (huggingface.save, load_sharded),
+    "gguf": (write_gguf, load_weights),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused_by_the_tensors_name(tmp_path, kind, number):
+    """At load, in one line; the largest finite numbers are weights like others."""
+    write, load = READERS[kind]
+    for name, value in {"sound": 6e4, "broken": number}.items():
+        params = jax.tree.map(np.array, tiny.params())
+        params["layers"][1]["mlp"]["down"][-1, -1] = value
+        write(tmp_path / f"{name} {kind}", tiny.TARGET, params)
+    load(tmp_path / f"sound {kind}", tiny.TARGET)
+    tensor = "blk.1.ffn_down.weight" if kind == "gguf" else "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(
+        ValueError, match=f"broken {kind}.*: tensor {tensor} has numbers that are not finite"
+    ) as error:
+        load(tmp_path / f"broken {kind}", tiny.TARGET)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_beyond_the_range_of_the_dtype_are_refused(tmp_path):
+    params = jax.tree.map(np.array, tiny.params())
+    params["norm"][0] = 1e5
+    huggingface.save(tmp_path, tiny.TARGET, params)
+    with pytest.raises(
+        ValueError, match=r"tensor model\.norm\.weight has numbers beyond the range of float16; give"
+    ):
+        load_weights(tmp_path, tiny.TARGET, np.float16)
+
+
+def test_a_head_or_an_adapter_that_is_no_number_is_refused(tmp_path):
+    content, tensors = medusa()
+    tensors["1.0.linear.weight"][2, 3] = np.nan
+    lm = LanguageModel(tiny.engine_config(heads.TARGET), tiny.params(heads.TARGET), tiny.tokenizer())
+    draft = str(heads.write(tmp_path / "head", (content, tensors)))
+    with pytest.raises(
+        ValueError, match=r"head: tensor blocks\.1\.layers\.0\.weight has numbers that are not finite"
+    ):
+        lm.generate("ab", method="medusa", draft=draft)
+    huggingface.save(tmp_path / "base", tiny.TARGET, tiny.params(), np.float32)
+    adapter = write_adapter(tmp_path / "adapter", tmp_path / "base")
+    numbers = safetensors.numpy.load_file(adapter / "adapter_model.safetensors")
+    next(reversed(numbers.values()))[-1, -1] = np.nan
+    safetensors.numpy.save_file(numbers, adapter / "adapter_model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"adapter: tensor base_model\..*lora_.\.weight has numbers that are not"
+    ):
+        peft.read_adapter(adapter, tiny.TARGET)
+
+
+def test_a_result_says_that_its_method_drafted_nothing():
+    """The text is that of plain decoding."""
+    lm, broken = tiny.language_model(), jax.tree.map(lambda leaf: leaf * jnp.nan, tiny.params())
+    draft = LanguageModel(tiny.engine_config(), broken, tiny.tokenizer())
+    results = [
+        lm.generate("ab", max_new_tokens=8, ignore_eos=True, method="draft-model", draft=one)
+        for one in (draft, lm)
+    ]
+    assert results[0].drafted_by == "draft-model: no draft in 7 rounds"
+    assert results[1].drafted_by == "draft-model"
+    assert results[0].tokens == results[1].tokens
+    plain = lm.generate("ab", max_new_tokens=8, ignore_eos=True, method="autoregressive")
+    assert plain.drafted_by == "autoregressive"
+
+
 @pytest.mark.full
 def test_the_command_says_so_in_one_line(tmp_path, capfd):
     params = jax.tree.map(np.float32, reference.random_params(CONFIG, 1))
-    params["layers"][0]["mlp"]["down"][0, 0] = np.nan
+    params["layers"][0]["mlp"]["gate_up"] *= 1e30  # the product of both halves is infinite
     huggingface.save(tmp_path, CONFIG, params)
     write_tokenizer(tmp_path)
     arguments = ["generate", "Once", "--model", str(tmp_path), "--max-new-tokens", "5"]

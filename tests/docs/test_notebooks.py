@@ -16,6 +16,7 @@ import sys
 import tempfile
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 import jaxspec
@@ -175,10 +176,12 @@ def test_the_address_of_the_repository_is_that_of_the_project(path):
     assert len(cells) == 1
 
 
-# `tunix.generate.base_sampler` of google-tunix 0.1.7, which needs too much to be installed for a test.
+# `tunix.generate.base_sampler` of google-tunix 0.1.7, which needs too much to be installed for a test, and the last two
+# that `VanillaRollout.generate` passes.
 SAMPLER = (
     "(self, input_strings, max_generation_steps, max_prompt_length=None, temperature=0.0, top_p=None, top_k=None, "
-    "beam_size=None, seed=None, multi_sampling=1, return_logits=True, echo=False, pad_output=False)"
+    "beam_size=None, seed=None, multi_sampling=1, return_logits=True, echo=False, pad_output=False, "
+    "eos_tokens=None, return_logprobs=True)"
 )
 OUTPUT = ["text", "logits", "tokens", "padded_prompt_tokens", "logprobs"]
 
@@ -207,6 +210,20 @@ def test_the_sampler_of_the_rollouts_has_the_contract_of_tunix():
     score = lm.score(lm.encode("ab cd"), alone.tokens)
     assert found.logprobs[3] == pytest.approx(score.log_probs, abs=1e-5)
     assert sampler("ab", 4, echo=True).text == ["ab" + lm.generate("ab", max_new_tokens=4).text]
+    # As `VanillaRollout.generate` calls it.
+    end = lm.generate("ab cd", max_new_tokens=4).tokens[1]
+    given = {"echo": False, "top_p": 1.0, "top_k": None, "pad_output": False, "max_prompt_length": 64}
+    given |= {"input_strings": ["ab cd"], "max_generation_steps": 4}
+    for keys in ([jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3)], [None, 0, None]):
+        outputs = [
+            sampler(**given, temperature=1.0, seed=key, eos_tokens=None, return_logprobs=True) for key in keys
+        ]
+        assert len({tuple(output.tokens[0].tolist()) for output in outputs}) == 1
+        assert len(outputs[0].logprobs[0]) == len(outputs[0].tokens[0])
+    ended = sampler(**given, temperature=0.0, seed=None, eos_tokens=[end], return_logprobs=False)
+    assert (ended.tokens[0].tolist(), ended.logprobs) == (lm.generate("ab cd", max_new_tokens=1).tokens, None)
+    assert sampler.tokenizer.eos_id() in lm.config.eos_token_ids
+    assert sampler.tokenizer.pad_id() == 0
     sampler.update_params(testing.params(seed=1))
     assert sampler.transformer_state is sampler.transformer.params is not lm.params
     assert sampler("ab", 8).text != [lm.generate("ab", max_new_tokens=8).text]

@@ -361,8 +361,34 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         (
             {"structured_outputs": {"grammar": "a"}},
             "structured_outputs",
-            "with one of json, json_object, regex",
+            "unknown field 'grammar' of structured_outputs; give json, json_object, regex, choice",
         ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            "structured_outputs",
+            "structured_outputs.disable_any_whitespace is not supported; leave it out",
+        ),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "response_format",
+            "unknown field 'schema' of response_format of the type text; give type",
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "response_format",
+            "unknown field 'json_schema' of response_format of the type json_object; give type, schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}}},
+            "response_format",
+            "unknown field 'strikt' of response_format.json_schema; give schema, name, description, strict",
+        ),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options",
+            "stream_options.continuous_usage_stats is not supported",
+        ),
+        ({"stream": True, "stream_options": []}, "stream_options", "an object with include_usage"),
         ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around inside"),
         ({"guided_regex": 5}, "guided_regex", "regex is 5"),
         ({"guided_choice": []}, "guided_choice", "choices is []"),

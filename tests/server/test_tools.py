@@ -463,7 +463,26 @@ def test_forms_that_are_not_read_are_one_line():
         ({"tools": [{"type": "function"}]}, "tools", "give a list of functions"),
         ({"tools": {"name": "now"}}, "tools", "give a list of functions"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools", "give a list of functions"),
+        ({"tools": [NOW | {"type": "custom"}]}, "tools", "give a list of functions"),
+        ({"tools": [NOW | {"name": "now"}]}, "tools", "unknown field 'name' of tools; give type, function"),
+        ({"tools": [{"function": {"name": "a", "strict": "yes"}}]}, "tools", "strict of a function is 'yes'"),
+        ({"tools": [{"function": {"name": "a", "parameters": 5}}]}, "tools", "parameters of a is 5"),
         ({"tools": [NOW], "tool_choice": "now"}, "tool_choice", "give auto, none, required"),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "function", "name": "now"}},
+            "tool_choice",
+            "unknown field 'name' of tool_choice; give type, function",
+        ),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "custom", "function": {"name": "now"}}},
+            "tool_choice",
+            "give auto, none, required",
+        ),
+        (
+            {"tools": [NOW], "tool_choice": {"function": {"name": "now", "arguments": "{}"}}},
+            "tool_choice",
+            "unknown field 'arguments' of tool_choice.function; give name",
+        ),
         (
             {
                 "response_format": {"type": "json_object"},

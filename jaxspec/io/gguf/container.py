@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.host.files import refuse_pointer
+from jaxspec.host.files import identity, refuse_pointer
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.gguf.bounds import check_vocabulary
 from jaxspec.io.hf.values import MAX_INT
@@ -90,8 +90,7 @@ def read(path: str | os.PathLike[str]) -> GGUFFile:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}; give a model's .gguf file")
-    status = path.stat()
-    return _read(path, status.st_size, status.st_mtime_ns)
+    return _read(path, identity(path))
 
 
 def token_ids(file: GGUFFile) -> dict[str, int]:
@@ -116,7 +115,7 @@ def token_ids(file: GGUFFile) -> dict[str, int]:
 
 # Cached, because configuration, tokenizer and weights are read one after the other.
 @functools.lru_cache(maxsize=2)
-def _read(path: Path, size: int, changed: int) -> GGUFFile:
+def _read(path: Path, status: tuple[Any, ...]) -> GGUFFile:
     with open(path, "rb") as file:
         magic = file.read(len(_MAGIC))
     if magic != _MAGIC:
@@ -128,7 +127,7 @@ def _read(path: Path, size: int, changed: int) -> GGUFFile:
         return _parse(path, content)
     except (struct.error, OverflowError, MemoryError, RecursionError):
         raise ValueError(
-            f"{path} is truncated or damaged: its {size} bytes end within its header; download it again"
+            f"{path} is truncated or damaged: its {content.size} bytes end within its header; download it again"
         ) from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is damaged: a name in its header is not UTF-8; download it again") from None

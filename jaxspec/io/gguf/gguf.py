@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io.gguf.container import PLAIN, GGUFFile, Tensor, read, token_ids
 from jaxspec.io.gguf.ends import end_ids
-from jaxspec.io.hf.config_json import MIN_EPSILON, config_from
+from jaxspec.io.hf.config_json import MIN_EPSILON, config_from, errors_of
 from jaxspec.io.hf.families import FAMILIES, FULL, MAX_FACTOR, SLIDING, Family
 from jaxspec.io.hf.huggingface import Place, Shardings, assemble, warn_of_surplus
 from jaxspec.io.hf.layout import Layout, Source, leaves
@@ -380,7 +380,8 @@ def load_params(
         of_norm = config.norm_offset and source.name.endswith("norm.weight")
         return values - np.float32(config.norm_offset) if of_norm else values
 
-    return assemble(config, np.dtype(dtype), fetch, place, layout)
+    with errors_of(file.path):
+        return assemble(config, np.dtype(dtype), fetch, place, layout)
 
 
 def _check(file: GGUFFile, config: LlamaConfig, layout: Layout) -> None:

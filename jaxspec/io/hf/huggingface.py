@@ -33,6 +33,7 @@ from jaxspec.io.embedded import names_and_guess
 from jaxspec.io.hf.config_json import (
     GENERATION,
     config_json,
+    errors_of,
     generation_config_json,
     generation_defaults,
     read_config,
@@ -349,7 +350,8 @@ def load_params(
     directory = Path(directory)
     found = plainly_named(directory, open_tensors(directory))
     _check(directory, config, found)
-    return assemble(config, np.dtype(dtype), lambda source: found[source.name], place)
+    with errors_of(directory):
+        return assemble(config, np.dtype(dtype), lambda source: found[source.name], place)
 
 
 def assemble(
@@ -392,7 +394,9 @@ def place_leaves(
     def fill(host: np.ndarray, sources: list[Source]) -> np.ndarray:
         for source in sources:
             part = host.reshape(source.split)[source.index]
-            part[...] = source.part(fetch(source)).reshape(part.shape)
+            with np.errstate(over="ignore"):  # it is checked
+                part[...] = source.part(fetch(source)).reshape(part.shape)
+        _check_finite(host, ((source.name, fetch(source)) for source in sources))
         return host
 
     with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
@@ -465,7 +469,17 @@ def _shard(
             here.append(slice(begin, begin + (last - first) * cover.step, cover.step))
         if all(rows.start < rows.stop for rows in there):
             host[tuple(here)] = tensor.reshape([len(cover) for cover in covered])[tuple(there)]
+    _check_finite(host, ((source.name, tensor) for source, tensor in parts))
     return host
+
+
+def _check_finite(host: np.ndarray, parts: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Refuses a leaf, or a shard of it, with NaN or infinity, by the first such tensor among its parts."""
+    if tensors.is_finite(host):
+        return
+    for name, tensor in parts:
+        tensors.check_finite(name, tensor)
+    raise ValueError(f"tensor {name} has numbers beyond the range of {host.dtype}; give another dtype")
 
 
 def _covered(shape: tuple[int, ...], source: Source) -> list[range]:

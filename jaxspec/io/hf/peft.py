@@ -69,6 +69,8 @@ def read_adapter(name: str | os.PathLike[str], config: LlamaConfig) -> Params:
     directory = _resolve(os.fspath(name))
     content, found = read_json(directory / ADAPTER), tensors.read(directory / _WEIGHTS)
     with errors_of(directory):
+        for tensor, numbers in found.items():
+            tensors.check_finite(tensor, numbers)
         try:
             check_unchanged(content)
             return _read(content, found, config)

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
-import safetensors.numpy
 
-from jaxspec.host.files import no_file, read_json, write_atomic, write_json
+from jaxspec.host.files import no_file, read_json, write_json
 from jaxspec.host.messages import brief_errors
+from jaxspec.io import tensors
 from jaxspec.io.hf.layout import leaves
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.records import record
@@ -243,14 +243,14 @@ def probes_in(directory: Path) -> list[tuple[int, str]]:
 
 def write_probe(path: str | os.PathLike[str], model: str, probe: ProbeFile) -> None:
     """Writes a probe; `model` is the fingerprint of its model."""
-    tensors = {"v": np.asarray(probe.v, np.float32), "b": np.asarray(probe.b, np.float32)}
+    numbers = {"v": np.asarray(probe.v, np.float32), "b": np.asarray(probe.b, np.float32)}
     metadata = {
         "format": PROBE_FORMAT,
         "model": model,
         "exit_layer": str(probe.exit_layer),
         "law": probe.distribution,
     }
-    write_atomic(path, safetensors.numpy.save(tensors, metadata))
+    tensors.save(path, numbers, metadata)
 
 
 @brief_errors()
