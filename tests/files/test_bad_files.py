@@ -312,6 +312,14 @@ def test_a_header_of_something_else(saved, field, value):
 # Files of the methods
 
 
+def test_a_probe_is_written_as_it_is_seen(tmp_path):
+    """The package safetensors writes the memory of a view, which has other numbers."""
+    view = np.arange(8, dtype=np.float32)[::2]
+    method_files.write_probe(tmp_path / "probe", "model", ProbeFile(view, 0.5, 1, "greedy"))
+    found = method_files.read_probe(tmp_path / "probe", "model", 4, 1, "greedy")
+    assert (found.v.tolist(), found.b) == (view.tolist(), 0.5)
+
+
 def test_a_probe_that_is_not_finite(tmp_path):
     path = tmp_path / "probe.safetensors"
     v = np.ones(4, np.float32)
