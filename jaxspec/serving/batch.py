@@ -116,6 +116,7 @@ class Batch:
             "eos_token_ids": self._lm.config.eos_token_ids,
             "defaults": self._lm.defaults,
             "chat_template": chat.template if chat else None,
+            **({"tool_use": chat.tool_use} if chat and chat.tool_use else {}),
             "options": self._options | {"acceptor": acceptor if acceptor in LOSSY else None},
             "seed": self._seed,
             "system": self._system,
@@ -258,7 +259,7 @@ class Batch:
         if self._system is None or not isinstance(messages, list) or not messages:
             return messages
         first = messages[0]
-        if isinstance(first, Mapping) and first.get("role") == "system":
+        if isinstance(first, Mapping) and first.get("role") in ("system", "developer"):
             return messages
         return [{"role": "system", "content": self._system}, *messages]
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxspec.grammar.calls import ARGS, Form
-from jaxspec.io.tokenizers.chat import REASONING
+from jaxspec.io.tokenizers.chat import REASONING, ChatTemplate
 from jaxspec.texts.text import overlap
+
+Message = Mapping[str, Any]
 
 # Numbers may have any length; `int` refuses NaN and Infinity, which are no JSON.
 _JSON = json.JSONDecoder(parse_int=str, parse_constant=int)
@@ -39,7 +42,9 @@ For each call, write a JSON object with the name and the arguments of the functi
 # Hermes, Qwen 2.5 and 3, SmolLM, EXAONE 4, Granite 4; Phi-4-mini; Granite 3; Ministral 3; Mistral; Llama 3.
 FORMS = (
     Form("<tool_call>", "</tool_call>", "<tool_call>"),
-    Form("<|tool_call|>", "<|/tool_call|>", "<|/tool_call|>", "list"),
+    Form(
+        "<|tool_call|>", "<|/tool_call|>", "<|/tool", "list"
+    ),  # the template may show the end of the tools only
     Form("<|tool_call|>", "", "<|tool_call|>", "list"),
     Form("[TOOL_CALLS]", "", ARGS, "named"),
     Form("[TOOL_CALLS]", "", "[TOOL_CALLS]", "list"),
@@ -47,43 +52,141 @@ FORMS = (
 )
 
 
+# A conversation and a tool that show whether a template has a place for tools.
+_ASK: Message = {"role": "user", "content": "Hi"}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "toolxq", "description": "", "parameters": {"type": "object"}},
+}
+
+
 def told(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: str
-) -> tuple[Form, list[Mapping[str, Any]], dict[str, Any]]:
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+    chat: ChatTemplate,
+    variables: Mapping[str, Any] | None = None,
+) -> tuple[Form | None, list[Message], dict[str, Any]]:
     """Returns the form of a model's calls, and the messages and the variables with which its template has the tools.
 
-    A template without tools gets them in the system prompt, and calls and their results as texts.
+    A template has the tools as a variable or in the system message. One that has no place for them gets them in the
+    system prompt, or in the first turn of the user if it has no system prompt. Calls and their results that a template
+    leaves out are texts.
+
+    Args:
+      messages, tools: of the request. Without tools the messages may have calls of earlier turns.
+      chat: the template.
+      variables: its variables.
 
     Raises:
       ValueError: the template has tools, and calls in a form that is not read.
 
     Examples:
       >>> tools = [{"type": "function", "function": {"name": "now"}}]
-      >>> told([], tools, "{% if tools %}…<tool_call>")[2].keys()
-      dict_keys(['tools'])
+      >>> told([], tools, ChatTemplate("{{ tools }}…<tool_call>"))[2].keys()
+      dict_keys(['tools', 'xml_tools'])
     """
-    if "tools" in template:
-        variables = {name: list(tools) for name in ("tools", "xml_tools") if name in template}
-        for form in FORMS:
-            if form.mark in template and not any(text in template for text in _XML):
-                return form, list(messages), variables
-        raise ValueError(
-            "tools are in the chat template of this model, but its calls have a form that is not read; the forms are "
-            "<tool_call>, <|tool_call|>, [TOOL_CALLS] and Llama 3's JSON"
-        )
-    system = _TOLD.format("\n".join(map(json.dumps, tools)))
-    first = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
-    texts = [{"role": "system", "content": system if first is None else f"{first}\n\n{system}"}]
-    for message in messages[first is not None :]:
-        role, content = message["role"], message["content"]
-        if role == "tool":
-            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-        for call in message.get("tool_calls", ()):
-            function = call.get("function", call)
-            written = json.dumps({"name": function["name"], "arguments": function["arguments"]})
-            content += f"{content and chr(10)}<tool_call>\n{written}\n</tool_call>"
-        texts.append({"role": role, "content": content})
-    return FORMS[0], list(texts), {}
+    given, messages = dict(variables or {}), chat.known(messages, variables)
+    way, more = _way(chat, given) if tools else 0, dict[str, Any]()
+    if way is None:
+        form = FORMS[0]
+        system = _TOLD.format("\n".join(map(json.dumps, tools)))
+        before, rest = _system(messages)
+        told_all = [{"role": "system", "content": f"{before}{before and chr(10) * 2}{system}"}, *rest]
+        several = [_as_texts(told_all, form, results=True)]
+    else:
+        if tools:
+            messages, more = _ways(messages, tools)[way]
+        form = _form(chat.chosen(given | more), refuses=bool(tools))
+        several = [messages, _as_texts(messages, form), _as_texts(messages, form, results=True)]
+    used = form if tools else None
+    for one in itertools.chain.from_iterable((one, _without_system(one)) for one in several):
+        with contextlib.suppress(ValueError):
+            chat.check(one, given | more)
+            return used, one, more
+    return used, several[0], more
+
+
+def _ways(
+    messages: Sequence[Message], tools: Sequence[Message]
+) -> list[tuple[list[Message], dict[str, Any]]]:
+    """Returns the messages and variables of all ways in which templates have tools: as a variable, or in the system
+    message, as JSON text (Phi-4-mini) or as a list (GLM-4 9B)."""
+    before, rest = _system(messages)
+    in_system: list[Any] = [json.dumps([tool.get("function", tool) for tool in tools]), list(tools)]
+    first = ({"role": "system", "content": before, "tools": one} for one in in_system)
+    return [
+        (list(messages), {name: list(tools) for name in ("tools", "xml_tools")}),
+        *(([one, *rest], {}) for one in first),
+    ]
+
+
+def _way(chat: ChatTemplate, variables: Mapping[str, Any]) -> int | None:
+    """Returns the index of the template's way in `_ways`; None if it renders no tool in any."""
+    for index, (messages, more) in enumerate(_ways([_ASK], [_TOOL])):
+        with contextlib.suppress(ValueError):
+            # A list that is printed as Python's, or a text that is quoted again, is not meant.
+            if ("toolxq" if more else '"toolxq"') in chat.prompt(messages, {**variables, **more}):
+                return index
+    return None
+
+
+def _form(template: str, refuses: bool) -> Form:
+    for form in FORMS:
+        if form.mark in template and not any(text in template for text in _XML):
+            return form
+    if not refuses:
+        return FORMS[0]
+    raise ValueError(
+        "tools are in the chat template of this model, but its calls have a form that is not read; the forms are "
+        "<tool_call>, <|tool_call|>, [TOOL_CALLS] and Llama 3's JSON"
+    )
+
+
+def _system(messages: Sequence[Message]) -> tuple[str, list[Message]]:
+    """Returns the text of a first system message, or "", and the other messages."""
+    has = bool(messages) and messages[0]["role"] == "system"
+    return messages[0]["content"] if has else "", list(messages[has:])
+
+
+def _as_texts(messages: Sequence[Message], form: Form, results: bool = False) -> list[Message]:
+    """Returns messages with calls as texts of a form, and with `results` the results of calls as turns of the user."""
+    texts: list[Message] = []
+    for message in messages:
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+        if calls:
+            content = message["content"]
+            kept["content"] = f"{content}{content and chr(10)}{_written(calls, form)}"
+        elif results and message["role"] == "tool":
+            kept = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+            if texts and texts[-1]["content"].startswith("<tool_response>"):
+                kept["content"] = f"{texts.pop()['content']}\n{kept['content']}"
+        texts.append(kept)
+    return texts
+
+
+def _written(calls: Sequence[Mapping[str, Any]], form: Form) -> str:
+    """Returns calls in a form."""
+    if form.written == "named":
+        return "".join(f"{form.begin}{one['name']}{ARGS}{json.dumps(one['arguments'])}" for one in calls)
+    texts = [json.dumps({"name": one["name"], form.arguments: one["arguments"]}) for one in calls]
+    if form.written == "objects":
+        return "\n".join(f"{form.begin}\n{one}\n{form.end}" for one in texts)
+    return f"{form.begin}[{', '.join(texts)}]{form.end}" if form.written == "list" else "; ".join(texts)
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages with the system prompt at the beginning of the first turn of the user, and alternating turns."""
+    system, rest = _system(messages)
+    first = next((index for index, one in enumerate(rest) if one["role"] == "user"), 0)
+    if system:
+        rest.insert(first, {"role": "user", "content": system})
+    joined: list[Message] = []
+    for message in rest:
+        if joined and joined[-1]["role"] == message["role"] == "user":
+            message = {**message, "content": f"{joined.pop()['content']}\n\n{message['content']}"}
+        joined.append(message)
+    return joined
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,8 +55,9 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
     if request.is_chat:
         (messages,), _ = batch_of(None, list(request.messages))
         variables, form = request.options.get("chat_template_kwargs"), None
-        if request.tools and lm.tokenizer is not None and lm.tokenizer.chat is not None:
-            form, messages, more = told(messages, request.tools, lm.tokenizer.chat.template)
+        chat = lm.tokenizer and lm.tokenizer.chat
+        if chat and (request.tools or any("tool_calls" in one for one in messages)):
+            form, messages, more = told(messages, request.tools, chat, variables)
             variables = {**(variables or {}), **more}
         ids = lm.encode(messages, chat_template_kwargs=variables, most_tokens=context)
         grammar = request.grammar[0] if request.grammar else None
@@ -64,7 +65,6 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
             calls = Calls(form, request.functions, request.most_calls is None)
             rest = Grammar("calls") if request.must_call else grammar or Grammar("text")
             grammar = dataclasses.replace(rest, calls=calls)
-        chat = lm.tokenizer and lm.tokenizer.chat
         assert chat is not None  # or `encode` has raised an error
         after = chat.reasoning(messages, variables)
         if grammar is not None:

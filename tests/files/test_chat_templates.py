@@ -6,7 +6,10 @@ import json
 
 import pytest
 
-from jaxspec.io.tokenizers.tokenizer import load_tokenizer
+from jaxspec.io.tokenizers.tokenizer import copy_files, load_tokenizer
+from jaxspec.serving.openai import CHAT, request_of
+from jaxspec.serving.translation import encoded
+from jaxspec.testing import language_model
 from tests.commands import write_tokenizer
 from training.data import conversations, formats, reading, sources
 
@@ -25,10 +28,10 @@ TEMPLATES = {
     "strftime_now": "{{ strftime_now('%Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}" + END,
     "tojson": "{% for m in messages %}[{{ m.role }}]{{ m.content | tojson }}" + END,
     "tojson_indent": "{% for m in messages %}[{{ m.role }}]{{ m | tojson(indent=2) }}" + END,
-    "special": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ eos_token }}{{ pad_token }}{{ unk_token }}"
-    + END,
+    "special": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{{ pad_token }}"
+    "{{ unk_token }}" + END,
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}[{{ m.role }}]{{ ns.n }}"
-    + END,
+    "{{ m.content }}" + END,
     "macro": "{% macro put(m) %}[{{ m.role }}]{{ m.content }}{% endmacro %}{% for m in messages %}{{ put(m) }}"
     + END,
     "methods": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'].strip().split(' ')[0].upper() }}"
@@ -69,6 +72,56 @@ def test_a_prompt_is_that_of_transformers(name, tmp_path):
     text = theirs.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
     ids = theirs.encode(text, add_special_tokens=False)
     assert load_tokenizer(tmp_path).encode_chat(TALK[:1]) == ids
+
+
+NAMED = {"default": "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + END}
+NAMED["tool_use"] = "{% for t in tools %}<{{ t.function.name }}>{% endfor %}" + NAMED["default"]
+TOOLS = {"tools": [{"type": "function", "function": {"name": "now", "parameters": {}}}]}
+FORMS = {
+    "list": lambda made: {"chat_template": [{"name": name, "template": text} for name, text in made.items()]},
+    "object": lambda made: {"chat_template": made},
+    "folder": lambda made: {},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_template_for_tools_is_used_with_tools(form, tmp_path):
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | FORMS[form](NAMED)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if form == "folder":
+        (tmp_path / "chat_template.jinja").write_text(NAMED["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED["tool_use"])
+    (tmp_path / "copy").mkdir()
+    copy_files(tmp_path, tmp_path / "copy")
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path))
+    for variables in ({}, TOOLS):
+        text = theirs.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True, **variables)
+        assert text.startswith("<now>" if variables else "[user]")
+        for directory in (tmp_path, tmp_path / "copy"):
+            assert load_tokenizer(directory).chat.prompt(TALK[:1], variables) == text
+
+
+def test_a_message_that_is_left_out_is_refused_wherever_a_conversation_is_given():
+    lm = language_model(
+        chat_template="{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a b"}]
+    said = "leaves out messages\\[0\\], of role 'system'"
+    for use in (
+        lambda: lm.generate(messages=talk, max_new_tokens=2),
+        lambda: lm.generate([talk], max_new_tokens=2),
+        lambda: lm.encode(talk),
+        lambda: next(iter(lm.chat("Be brief.").stream("a b"))),
+        lambda: encoded(lm, request_of(CHAT, {"messages": talk})),
+    ):
+        with pytest.raises(ValueError, match=said) as error:
+            use()
+        assert "\n" not in str(error.value)
+    lm.generate(messages=talk[1:], max_new_tokens=2)
 
 
 def test_answers_are_what_a_template_marks():

@@ -15,7 +15,7 @@ import jaxspec
 from jaxspec.cli import main
 from jaxspec.io import checkpoint
 from jaxspec.io.hf import huggingface
-from jaxspec.io.tokenizers.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from jaxspec.io.tokenizers.tokenizer import Tokenizer, copy_files, has_tokenizer, load_tokenizer
 from jaxspec.testing import reference
 from tests.files.test_gguf import BASE
 from tests.gguf_files import CHAT_TEMPLATE, CONVERSATION, TEXTS, byte_level, sentencepiece, write
@@ -38,6 +38,19 @@ def made(tmp_path):
 def pieces(path, text: str) -> list[str]:
     tokenizer = load_tokenizer(path)
     return [tokenizer.decode([index]) for index in tokenizer.encode(text)]
+
+
+def test_a_template_for_tools_is_used_with_tools(made, tmp_path):
+    """Also by the files that are made of it."""
+    named = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools[0] }}"}
+    path = made(byte_level("smollm"), **named)
+    copy_files(path, tmp_path)
+    for source in (path, tmp_path):
+        chat = load_tokenizer(source).chat
+        assert chat.prompt([]) == "plain"
+        assert chat.prompt([], {"tools": [{"name": "now"}]}) == "{'name': 'now'}"
+    with pytest.raises(ValueError, match=r"tokenizer\.chat_template\.tool_use is 7, expected a text"):
+        load_tokenizer(made(byte_level("smollm"), **{"tokenizer.chat_template.tool_use": 7}))
 
 
 @pytest.mark.parametrize("pre", PRE)

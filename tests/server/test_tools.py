@@ -18,6 +18,7 @@ import pytest
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.grammar import Grammar, compile_grammar
 from jaxspec.grammar.calls import Calls
+from jaxspec.io.tokenizers.chat import ChatTemplate
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.io.tokenizers.tokenizer_file import FileTokenizer
 from jaxspec.serving import batch
@@ -439,22 +440,25 @@ def test_grammars_and_readers_have_one_rule_of_reasoning():
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        ("tools <tool_call>", HERMES),
-        ("tools <|tool_call|> <|/tool_call|>", PHI),
-        ("tools <|tool_call|>", GRANITE),
-        ("tools [TOOL_CALLS] [ARGS]", NAMED),
-        ("tools [TOOL_CALLS]", MISTRAL),
-        ('tools is not none \'{"name": function name, "parameters": dictionary of', LLAMA),
+        ("<tool_call>", HERMES),
+        ("<|tool_call|> <|/tool_call|>", PHI),
+        ("<|tool|> <|/tool|>", PHI),
+        ("<|tool_call|>", GRANITE),
+        ("[TOOL_CALLS] [ARGS]", NAMED),
+        ("[TOOL_CALLS]", MISTRAL),
+        ('\'{"name": function name, "parameters": dictionary of', LLAMA),
     ],
 )
 def test_a_form_is_found_in_the_template(template, form):
-    assert told([], [NOW], template)[0] is form
+    assert told([], [NOW], ChatTemplate("{{ tools }}" + template))[0] is form
+    # The word alone is no place for tools.
+    assert told([], [NOW], ChatTemplate("tools" + template))[0] is HERMES
 
 
 def test_forms_that_are_not_read_are_one_line():
-    for template in ("tools <tool_call><arg_key>", "tools <function_calls>"):
+    for template in ("{{ tools }} <tool_call><arg_key>", "{{ tools }} <function_calls>"):
         with pytest.raises(ValueError, match="its calls have a form that is not read"):
-            told([], [NOW], template)
+            told([], [NOW], ChatTemplate(template))
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,11 @@ import numpy as np
 
 from jaxspec.host.messages import shown
 
+# The key of the chat template. Others have the same key with a dot and their name after it.
+TEMPLATE = "tokenizer.chat_template"
 _TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 # The maximum number of characters of each text.
-_TEXTS = {
-    "tokenizer.ggml.model": 100,
-    "tokenizer.ggml.pre": 100,
-    "tokenizer.chat_template": 1_000_000,
-}
+_TEXTS = {"tokenizer.ggml.model": 100, "tokenizer.ggml.pre": 100, TEMPLATE: 1_000_000}
 _FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
 _MAX_TOKENS = 2**22
 _MAX_TOKEN_BYTES = 1000
@@ -37,7 +35,8 @@ def check_vocabulary(metadata: Mapping[str, Any]) -> None:
     Raises:
       ValueError: a value is outside its bounds; the message begins with its key.
     """
-    for key, most in _TEXTS.items():
+    templates = {key: _TEXTS[TEMPLATE] for key in metadata if key.startswith(f"{TEMPLATE}.")}
+    for key, most in (_TEXTS | templates).items():
         value = metadata.get(key, "")
         if not isinstance(value, str):
             raise ValueError(f"{key} is {shown(value)}, expected a text")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from jaxspec.io.gguf.bounds import TEMPLATE
 from jaxspec.io.gguf.container import GGUFFile, read, token_ids
 from jaxspec.io.gguf.ends import END_TEXTS
 from jaxspec.io.tokenizers.tokenizer_file import FileTokenizer, failures
@@ -92,7 +93,7 @@ def build(path: str | os.PathLike[str]) -> FileTokenizer:
       ValueError: the file has no vocabulary, an unsupported one, or a damaged one; one line.
     """
     file = read(path)
-    return FileTokenizer(*_backend(file), file.metadata.get("tokenizer.chat_template"))
+    return FileTokenizer(*_backend(file), _templates(file.metadata))
 
 
 def save(
@@ -107,11 +108,18 @@ def save(
     backend, named = _backend(file)
     loaded = transformers().PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=_templates(file.metadata),
         clean_up_tokenization_spaces=False,
         **named,
     )
     loaded.save_pretrained(str(directory), save_jinja_files=False)
+
+
+def _templates(metadata: dict[str, Any]) -> Any:
+    """Returns the chat template of the metadata, or all by name if there are several; None if there is none."""
+    default, prefix = metadata.get(TEMPLATE), f"{TEMPLATE}."
+    named = {key.removeprefix(prefix): text for key, text in metadata.items() if key.startswith(prefix)}
+    return {"default": default, **named} if named and default else default
 
 
 def _backend(file: GGUFFile) -> tuple[Tokenizer, dict[str, str]]:

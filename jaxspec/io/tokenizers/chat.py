@@ -19,8 +19,10 @@ from typing import Any
 from jaxspec.host.files import read_json, read_text
 from jaxspec.host.messages import shown
 
-# The files that transformers reads, the one with precedence first; the last belongs to its processors.
+# The files that transformers reads, the one with precedence first; the last belongs to its processors. A folder has
+# further templates by name.
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
+TEMPLATE_FOLDER = "additional_chat_templates"
 # The variables that `ChatTemplate.render` itself passes to a template.
 _GIVEN = frozenset(
     ("messages", "conversations", "chat_template", "add_generation_prompt", "continue_final_message")
@@ -36,6 +38,8 @@ REASONING = (
 )
 _MOST_NAMES = 16  # names in a template that are tried as variables for its reasoning
 _MOST = 200  # characters of a template's error message
+# A role that no template has, and OpenAI's name for the system message.
+_NO_ROLE, _DEVELOPER = "norolexq", "developer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +62,17 @@ class ChatTemplate:
     Attributes:
       template: Jinja, as in a tokenizer's `chat_template`.
       special_tokens: by name, such as bos_token.
+      tool_use: the template for conversations with the variable `tools`, if it is another one, as in transformers.
     """
 
     template: str
     special_tokens: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tool_use: str | None = None
+
+    def chosen(self, variables: Mapping[str, Any] | None) -> str:
+        """Returns the template for these variables."""
+        has_tools = self.tool_use is not None and (variables or {}).get("tools") is not None
+        return self.tool_use if has_tools and self.tool_use is not None else self.template
 
     def render(
         self,
@@ -90,11 +101,12 @@ class ChatTemplate:
         given = {"conversations": [list(messages)], **self.special_tokens, **(variables or {})}
         # A template gets values of JSON; another value becomes a placeholder, as in transformers.
         plain = json.loads(json.dumps(given, default=lambda value: f"<{type(value).__name__}>"))
-        marks_answers = not (ask or go_on) and _GENERATION.search(self.template) is not None
+        template = self.chosen(variables)
+        marks_answers = not (ask or go_on) and _GENERATION.search(template) is not None
         try:
             rendered: Any = render_jinja_template(
                 **plain,
-                chat_template=self.template,
+                chat_template=template,
                 add_generation_prompt=ask,
                 continue_final_message=go_on,
                 return_assistant_tokens_mask=marks_answers,
@@ -117,10 +129,61 @@ class ChatTemplate:
         go_on = bool(messages) and messages[-1].get("role") == "assistant"
         return self.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
 
+    def known(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[Mapping[str, Any]]:
+        """Returns the messages with the role `system` for OpenAI's `developer`, unless the template knows `developer`.
+
+        It knows a role that it renders otherwise than a name of no role.
+        """
+        if all(message.get("role") != _DEVELOPER for message in messages):
+            return list(messages)
+        texts = []
+        for role in (_DEVELOPER, _NO_ROLE):
+            named = [{**one, "role": role} if one.get("role") == _DEVELOPER else one for one in messages]
+            try:
+                texts.append(self.prompt(named, variables).replace(_NO_ROLE, _DEVELOPER))
+            except ValueError:
+                texts.append("")
+        role = "system" if texts[0] == texts[1] else _DEVELOPER
+        return [{**one, "role": role} if one.get("role") == _DEVELOPER else one for one in messages]
+
+    def check(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> None:
+        """Checks that each message has an effect on the prompt: that its text, or else its calls, are rendered.
+
+        Raises:
+          ValueError: a message has none, or as `render`; one line.
+        """
+        marked = [_marked(message, f"mark{index}q") for index, message in enumerate(messages)]
+        try:
+            text = self.prompt(marked, variables)
+        except ValueError:  # of a template that reads contents
+            text = ""
+        lost = [index for index in range(len(messages)) if f"mark{index}q" not in text]
+        for index in lost:
+            message, change = messages[index], marked[index]
+            has_text = isinstance(message.get("content"), str) and message["content"].strip()
+            if not has_text and not message.get("tool_calls"):
+                continue
+            plain = self.prompt(messages, variables)
+            try:
+                same = plain == self.prompt([*messages[:index], change, *messages[index + 1 :]], variables)
+            except ValueError:
+                same = False
+            if same:
+                what = "calls" if message.get("tool_calls") else "text"
+                raise ValueError(
+                    f"the chat template leaves out messages[{index}], of role {shown(message.get('role'))}: its {what} "
+                    "would not reach the model; give it another role, such as user"
+                )
+
     @property
     def thought(self) -> tuple[str, str]:
         """The texts around reasoning that the template names; if it names none, those of most families."""
-        return next((pair for pair in REASONING if any(one in self.template for one in pair)), REASONING[0])
+        texts = f"{self.template}{self.tool_use or ''}"
+        return next((pair for pair in REASONING if any(one in texts for one in pair)), REASONING[0])
 
     def reasoning(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
@@ -142,7 +205,8 @@ class ChatTemplate:
           (None, '</think>')
         """
         begin, end = pair = self.thought
-        if begin not in self.template and end not in self.template:
+        messages, template = self.known(messages, variables), self.chosen(variables)
+        if begin not in template and end not in template:
             return None
         text = self.prompt(messages, variables).rstrip()
         if text.endswith(begin):
@@ -155,7 +219,7 @@ class ChatTemplate:
 
         def shown(system: bool, **more: bool) -> str:
             """Returns the prompt of a short conversation, with or without the system messages; "" if there is none."""
-            kept = [one for one in messages if system and one.get("role") in ("system", "developer")]
+            kept = [one for one in messages if system and one.get("role") in ("system", _DEVELOPER)]
             short = [*kept, {"role": "user", "content": "Hi"}]
             try:
                 return self.prompt(short, {**(variables or {}), **more}).rstrip()
@@ -163,7 +227,7 @@ class ChatTemplate:
                 return ""
 
         # Names that may be variables for it, such as Qwen3's `enable_thinking`.
-        words = dict.fromkeys(re.findall(r"[\w.'\"]+", self.template))
+        words = dict.fromkeys(re.findall(r"[\w.'\"]+", template))
         names = [one for one in words if one.isidentifier() and re.search("think|reason", one)][:_MOST_NAMES]
         if end in shown(True) or any(shown(True, **{name: False}).endswith(end) for name in names):
             return pair
@@ -188,6 +252,19 @@ def quiet_transformers() -> Any:
     return transformers
 
 
+def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """Returns a message with a mark as its calls, or as its text if it has no calls."""
+    if not message.get("tool_calls"):
+        return {**message, "content": mark}
+    named = {"name": mark, "arguments": {mark: mark}}
+    calls = (
+        {"function": {**call["function"], **named}} if "function" in call else named
+        for call in message["tool_calls"]
+    )
+    pairs = zip(message["tool_calls"], calls, strict=True)
+    return {**message, "tool_calls": [{**call, **marked} for call, marked in pairs]}
+
+
 def text_of(content: Any) -> Any:
     """Returns the content of a message; the texts of several parts are joined by line ends, as in llama.cpp.
 
@@ -209,24 +286,28 @@ def text_of(content: Any) -> Any:
 
 
 def stored_template(directory: Path) -> Any:
-    """Returns the chat template in the files of a tokenizer, see `default_template`; None if there is none.
+    """Returns the chat template in the files of a tokenizer, see `templates_of`; None if there is none.
 
     Raises:
       ValueError: a file is damaged; one line.
     """
-    for name in TEMPLATE_FILES:
-        path = directory / name
-        if not path.is_file():
-            continue
-        if path.suffix == ".jinja":
-            return read_text(path, "a chat template is Jinja")
-        if (template := read_json(path).get("chat_template")) is not None:
-            return template
-    return None
+    found: Any = None
+    for path in (directory / name for name in TEMPLATE_FILES):
+        if found is None and path.is_file():
+            jinja = path.suffix == ".jinja"
+            found = _jinja(path) if jinja else read_json(path).get("chat_template")
+    named = {path.stem: _jinja(path) for path in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if named and (found is None or isinstance(found, str)):
+        found = named if found is None else {"default": found, **named}
+    return found
 
 
-def default_template(template: Any) -> str | None:
-    """Returns the template itself, or the template called default if there are several; None if there is none.
+def _jinja(path: Path) -> str:
+    return read_text(path, "a chat template is Jinja")
+
+
+def templates_of(template: Any) -> Mapping[str, str]:
+    """Returns the templates by name, of which one is called default; {} if there is none.
 
     Args:
       template: a text, a list of objects with `name` and `template`, or an object of templates by name.
@@ -235,7 +316,7 @@ def default_template(template: Any) -> str | None:
       ValueError: there are several templates and none is called default, or the value has another form.
     """
     if template is None or isinstance(template, str):
-        return template or None
+        return {"default": template} if template else {}
     if isinstance(template, list) and all(isinstance(one, dict) for one in template):
         template = {one.get("name"): one.get("template") for one in template}
     if not isinstance(template, dict) or not all(isinstance(one, str) for one in template.values()):
@@ -246,7 +327,7 @@ def default_template(template: Any) -> str | None:
             f"the model has several chat templates ({names}), none of which is called default; give the one to use "
             "with chat_template=FILE"
         )
-    return str(template["default"])
+    return template
 
 
 def _line(error: Exception) -> str:

@@ -22,10 +22,11 @@ from jaxspec.io.gguf import gguf_tokenizer
 from jaxspec.io.gguf.container import is_gguf
 from jaxspec.io.tokenizers.chat import (
     REASONING,
+    TEMPLATE_FOLDER,
     ChatTemplate,
-    default_template,
     quiet_transformers,
     stored_template,
+    templates_of,
 )
 from jaxspec.io.tokenizers.chat_forms import FORMS, template_of
 from jaxspec.io.tokenizers.tokenizer_file import failures, read_tokenizer
@@ -149,9 +150,12 @@ def copy_files(source: str | os.PathLike[str], destination: str | os.PathLike[st
         if has_tokenizer(source):
             gguf_tokenizer.save(source, destination, quiet_transformers)
         return
-    for name in FILES:
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, Path(destination) / name)
+    folder = Path(source) / TEMPLATE_FOLDER
+    for path in [*(Path(source) / name for name in FILES), *folder.glob("*.jinja")]:
+        if path.is_file():
+            target = Path(destination) / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
 
 
 class Tokenizer:
@@ -223,10 +227,10 @@ class Tokenizer:
         """The chat template; None if there is none.
 
         Raises:
-          ValueError: there are several, none called default, see `io.tokenizers.chat.default_template`.
+          ValueError: there are several, none called default, see `io.tokenizers.chat.templates_of`.
         """
-        template = default_template(self._loaded.chat_template)
-        return ChatTemplate(template, self.special_tokens) if template else None
+        named = templates_of(self._loaded.chat_template)
+        return ChatTemplate(named["default"], self.special_tokens, named.get("tool_use")) if named else None
 
     def encode_chat(
         self,
@@ -243,7 +247,8 @@ class Tokenizer:
           most_tokens: as for `encode`.
 
         Raises:
-          ValueError: the tokenizer has no chat template, the template refuses it, or its text is too long.
+          ValueError: the tokenizer has no chat template, the template refuses the conversation or leaves out a message,
+            or its text is too long.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -253,8 +258,10 @@ class Tokenizer:
                 f"the model has no chat template; give one with chat_template=FILE, or {', '.join(FORMS)}, or give a "
                 "model that was trained to chat, such as model=smollm2"
             )
+        messages = chat.known(messages, variables)
         text = chat.prompt(messages, variables)
         self._check_size(text, most_tokens)
+        chat.check(messages, variables)
         with failures(_CANNOT_ENCODE):
             return self._one_bos(self._loaded.encode(text, add_special_tokens=False))
 

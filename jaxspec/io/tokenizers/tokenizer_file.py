@@ -64,7 +64,7 @@ class FileTokenizer:
     Args:
       backend: the tokenizer.
       named: the named special tokens, such as bos_token.
-      chat_template: as stored, see `io.tokenizers.chat.default_template`; None if there is none.
+      chat_template: as stored, see `io.tokenizers.chat.templates_of`; None if there is none.
 
     Attributes:
       chat_template: the argument.
