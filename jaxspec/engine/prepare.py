@@ -184,7 +184,8 @@ class Preparation:
         return compile_grammar(grammar, self.model.tokenizer, self.model.config.vocab_size)
 
     def _after(self, prompt: Any, options: GenerationOptions) -> str | tuple[str, str] | None:
-        chat = self.model.tokenizer and self.model.tokenizer.chat
+        tokenizer = self.model.tokenizer
+        chat = None if tokenizer is None else tokenizer.chat
         if isinstance(prompt, str) and options.chat:
             prompt = [{"role": "user", "content": prompt}]
         if chat is None or is_text_or_ids(prompt):
