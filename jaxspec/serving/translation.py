@@ -55,7 +55,7 @@ def encoded(lm: LanguageModel, request: ApiRequest) -> Prompts:
     if request.is_chat:
         (messages,), _ = batch_of(None, list(request.messages))
         variables, form = request.options.get("chat_template_kwargs"), None
-        chat = lm.tokenizer and lm.tokenizer.chat
+        chat = None if lm.tokenizer is None else lm.tokenizer.chat
         if chat and (request.tools or any("tool_calls" in one for one in messages)):
             form, messages, more = told(messages, request.tools, chat, variables)
             variables = {**(variables or {}), **more}
