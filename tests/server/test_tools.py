@@ -584,7 +584,7 @@ def batch_answers(monkeypatch, path, lm, make, lines):
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.mark}{form.written}")
 def test_each_answer_of_a_model_is_a_result(form, monkeypatch, tmp_path):
     """One message, in a response, in a stream and in a batch, whatever the model has written."""
-    marks = f"tools is not none {form.begin} {form.end} {form.mark}"
+    marks = f"{{{{ tools | tojson }}}} {form.begin} {form.end} {form.mark}"
     lm, _ = scripted("{% if tools %}" + marks + "{% endif %}" + TEMPLATES["none"])
     answers = odd_answers(form)
     make = functools.partial(Scripted, lm.tokenizer, [byte_ids("byte_level", data) for data in answers])
