@@ -13,9 +13,8 @@ from jaxspec.cli.methods import method_field
 from jaxspec.cli.options import TextOptions
 from jaxspec.console import interrupts
 from jaxspec.console.status import INTERRUPTED
-from jaxspec.console.terminal import ACCEPTED, DIM, painted, printable, shows_colour, tell
+from jaxspec.console.terminal import ACCEPTED, DIM, painted, printable, shows_colour
 from jaxspec.host.progress import Progress, hidden
-from jaxspec.methods import Auto
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -56,28 +55,15 @@ class Generate(TextOptions):
 
     def run(self) -> int:
         """Generates; returns the exit status."""
-        method = self.drafting
         prompt = self.read_prompt()
         with Progress() as progress:
             progress("loading the model")
             lm = self.load()
-            pieces = lm.stream(prompt, method=method, n=self.n, **self.generation())
+            pieces = lm.stream(prompt, method=self.drafting, n=self.n, **self.generation())
             progress("starting")
             texts = [pieces] if self.n == 1 else _collected(pieces, self.n, progress)
             outputs = [_Output(self, prompt, lm, progress) for _ in texts]
-            status = max([output.write(text) for output, text in zip(outputs, texts, strict=True)])
-            if status == 0 and isinstance(method, Auto) and lm.executables.keeps:
-                tell(
-                    "compiling the program of method auto, once for this model, so that the next text drafts from its "
-                    "first token; Ctrl-C skips it"
-                )
-                try:
-                    lm.executables.wait()
-                except KeyboardInterrupt:
-                    from jaxspec.programs import background
-
-                    background.leave(status)
-        return status
+            return max([output.write(text) for output, text in zip(outputs, texts, strict=True)])
 
 
 class _Output:

@@ -13,7 +13,6 @@ All functions are pure and independent of the method; `engine` compiles them and
 
 from jaxspec.decoding.prefilling import (
     aux_drafter_of,
-    catch_up,
     empty_caches,
     end_prefill,
     feed,
@@ -44,7 +43,6 @@ __all__ = [
     "Scores",
     "Stats",
     "aux_drafter_of",
-    "catch_up",
     "decode_round",
     "empty_caches",
     "end_prefill",

@@ -188,38 +188,6 @@ def end_prefill(
     return state, emitted
 
 
-def catch_up(
-    config: LlamaConfig, params: Weights, parts: Parts, state: DecodeState, *, chunk_size: int
-) -> State:
-    """Returns the state of a drafter that catches up with a text for which other drafters drafted.
-
-    The state equals that of a drafter that was active from the start. A drafter that reads auxiliary hidden states gets
-    them from one more pass of the target over the whole text, in a cache of its own; a drafter with a cache feeds that.
-    Results that only the pass over a prompt has (`Prefill.hidden`, `similarities`) are zero.
-
-    Args:
-      config: the target.
-      params: all parameters.
-      parts: the method that continues.
-      state: the state of the text; its `drafter_state` belongs to another drafter.
-      chunk_size: positions fed at once, static, at most the capacity.
-    """
-    batch, length = state.length.shape[0], state.length - 1
-    view = View(
-        state.tokens, state.length, state.cache, jnp.where(state.done, 0, state.limit - state.length - 1)
-    )
-    request = Request(state.tokens, length, state.limit, state.eos_ids, state.keys)
-    aux_drafter = aux_drafter_of(parts)
-    if aux_drafter is None:
-        hidden = jnp.zeros((batch, config.hidden_size), llama.stream_of(params.target))
-        fed = prompts.Prefilling(hidden, jnp.zeros((batch, config.num_layers, 2)), state.cache)
-    else:
-        fed = start_prefill(config, params, request, aux_drafter, merged=state.cache.merged)
-        stop = (jnp.max(length) + chunk_size - 1) // chunk_size
-        fed = feed(config, params, request, fed, jnp.int32(0), stop, aux_drafter, chunk_size=chunk_size)
-    return _begun(params, parts, fed, view, request, chunk_size)
-
-
 def _begun(
     params: Weights, parts: Parts, fed: prompts.Prefilling, view: View, request: Request, chunk_size: int
 ) -> State:

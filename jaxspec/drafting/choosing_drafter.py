@@ -104,6 +104,8 @@ class Choosing(Drafter):
       memory: the factor by which counts decay per round, 0 to 1.
       joint: whether the rows of a batch choose an option together, static. Otherwise each row chooses for itself, as if
         it were alone; then there may be only one model.
+      plain: whether every choice is plain decoding, static: a smaller program, for the same state, that counts which
+        copies would have been right.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
@@ -111,6 +113,7 @@ class Choosing(Drafter):
     prices: Prices
     memory: jax.Array | float = 0.95
     joint: bool = struct.field(pytree_node=False, default=True)
+    plain: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def rule(self) -> ChoiceRule:
@@ -134,8 +137,8 @@ class Choosing(Drafter):
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
-        """One row, and the widths of the candidates."""
-        return widths_of(self.candidates)
+        """One row, and the widths of the candidates unless every choice is plain decoding."""
+        return (1,) if self.plain else widths_of(self.candidates)
 
     @property
     def reach(self) -> int:
@@ -243,6 +246,7 @@ class Choosing(Drafter):
         """Proposes each row's draft; a model runs only if some row takes its draft."""
         each = jax.vmap(lambda key: jax.random.split(key, len(self.candidates)), out_axes=1)(keys)
         rule, found = self.rule, []
+        models = () if self.plain else rule.models
         for at in rule.lookups:
             lookup: Any = self.candidates[at]
             copied, promised = lookup.drafts(each[at], view)
@@ -251,9 +255,9 @@ class Choosing(Drafter):
         choice = rule.choose(state.rule, tuple(found), view.length, view.budget)
         chosen = state.rule._replace(choice=choice, found=tuple(found))
         own, waiting = list(state.own), state.waiting
-        runs = {at: jnp.any((choice.candidate == at) & (choice.length > 0)) for at in rule.models}
+        runs = {at: jnp.any((choice.candidate == at) & (choice.length > 0)) for at in models}
         if waiting is not None:
-            aux = [runs[at] for at in rule.models if self.candidates[at].aux_layers]
+            aux = [runs[at] for at in models if self.candidates[at].aux_layers]
             full = jnp.any(waiting.count + self.num_draft_tokens + 1 > self._num_waiting)
             absorb = jnp.any(jnp.stack([full, *aux]))
             own, waiting = self._absorbed_waiting(absorb, params, state.own, waiting, view.start)
@@ -273,9 +277,9 @@ class Choosing(Drafter):
             proposal, its, cache = drafted(at, its, rest)
             return _with(joined, proposal, mine, choice.length), its, cache
 
-        shapes = {at: jax.eval_shape(functools.partial(drafted, at), own[at], view)[0] for at in rule.models}
+        shapes = {at: jax.eval_shape(functools.partial(drafted, at), own[at], view)[0] for at in models}
         joined, cache = self._copies(chosen, shapes, params), view.cache
-        for at in rule.models:
+        for at in models:
             carry = joined, own[at], cache
             joined, own[at], cache = once(runs[at], functools.partial(draft, at=at), carry)
         view = dataclasses.replace(view, cache=cache)
@@ -310,7 +314,7 @@ class Choosing(Drafter):
         if self.drafts_trees:  # each copied token is the child of the one before it
             parents = jnp.broadcast_to(jnp.arange(-1, full - 1), (batch, full))
             siblings = [_most_siblings(one) for one in shapes.values()]
-            most = max(siblings) if all(siblings) else 0
+            most = max(siblings, default=1) if all(siblings) else 0
         return Proposal(tokens, count, log_probs, streams, layer, parents, most)
 
     def _completed(

@@ -18,7 +18,7 @@ from jaxspec.methods import Method, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.methods.auto import Auto
 from jaxspec.protocol import Acceptor, Weights
-from jaxspec.session.auto import Awaited, Chosen
+from jaxspec.session.auto import Chosen
 from jaxspec.session.prefix import Prefix
 from jaxspec.session.row import Texts
 from jaxspec.session.session import Session
@@ -211,10 +211,10 @@ class Preparation:
             weights = Weights(self.model.params, auto.params)
             # Plain decoding must not change a sampled text, and all processes must run the same program.
             same = accept.coupled or not needs_sampling(requests)
-            alone = len(requests) == 1 and not elastic and prefix is None and loop.mesh is None
+            alone = len(requests) == 1 and not elastic and loop.mesh is None
             strategy: Strategy = for_drafter(loop, auto.drafter)
             if auto.names:
-                strategy = (Awaited if alone and same else Chosen)(loop, auto, method.explain)
+                strategy = Chosen(loop, auto, method.explain, waits=not (alone and same))
             else:
                 strategy.name = "auto: plain decoding, no method is offered"
         else:

@@ -31,16 +31,15 @@ class Worker:
 
     Args:
       name: the thread's name.
-      begin: called once when the thread starts.
 
     Examples:
       >>> Worker("adder").submit(sum, [1, 2]).result()
       3
     """
 
-    def __init__(self, name: str, begin: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._work: _Queue = queue.SimpleQueue()
-        thread = threading.Thread(target=_loop, args=(self._work, begin), name=name, daemon=True)
+        thread = threading.Thread(target=_loop, args=(self._work,), name=name, daemon=True)
         _threads[thread] = self._work
         thread.start()
         weakref.finalize(self, self._work.put, None).atexit = False
@@ -65,10 +64,8 @@ def go_on() -> None:
         raise CancelledError
 
 
-def _loop(work: _Queue, begin: Callable[[], None] | None) -> None:
-    if begin is not None:
-        begin()
-    while (piece := work.get()) is not None:
+def _loop(work: _Queue) -> None:
+    while (piece := work.get()) is not None and not _leaving.is_set():
         future, function, args = piece
         if future.set_running_or_notify_cancel():
             try:
@@ -80,16 +77,6 @@ def _loop(work: _Queue, begin: Callable[[], None] | None) -> None:
     _threads.pop(threading.current_thread(), None)
 
 
-def _drop(work: _Queue) -> None:
-    """Cancels the tasks that have not started, and ends the thread."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            dropped = work.get_nowait()
-            if dropped is not None:
-                dropped[0].cancel()
-    work.put(None)
-
-
 @atexit.register
 def _leave() -> None:
     """Ends all threads. It runs before JAX's exit handler, because it is registered later."""
@@ -97,7 +84,7 @@ def _leave() -> None:
     try:
         _leaving.set()
         for work in threads.values():
-            _drop(work)
+            work.put(None)
         last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         interrupted = isinstance(last, KeyboardInterrupt) and not hasattr(sys, "ps1")
         for thread in threads:
@@ -114,14 +101,6 @@ def _leave() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.clear)  # a child has none of these threads
-
-
-def leave(status: int) -> None:
-    """Ends the process at once, without waiting for a task that XLA runs."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or a pipe without a reader
-            stream.flush()
-    os._exit(status)
 
 
 def _end_by_interrupt() -> None:

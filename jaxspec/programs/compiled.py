@@ -96,8 +96,6 @@ end_prefill = _program(_end_prefill, 4, 5)
 run_rounds = _program(decoding.run_rounds, 2)
 # params, tokens, length, first; config, chunk_size, merged
 score = _program(decoding.score)
-# params, parts, state; config, chunk_size
-catch_up = _program(decoding.catch_up)
 # state, row, others, which; mesh
 insert = _program(decoding.insert, 0)
 # params, drafter, length; config, capacity, merged, mesh

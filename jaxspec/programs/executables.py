@@ -5,21 +5,20 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import logging
-import os
-import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import jax
 
 from jaxspec.host.progress import Progress, duration
-from jaxspec.programs import background, compilation_cache, jax_settings, memory, stored_programs
+from jaxspec.programs import background, compilation_cache, jax_settings, memory
 from jaxspec.programs.background import Worker
 from jaxspec.programs.compiler_options import compiler_options, tracing
 from jaxspec.programs.stored_programs import Key
@@ -44,8 +43,6 @@ _USED: OrderedDict[tuple[weakref.ref[Executables], Any], None] = OrderedDict()
 _LOCK = threading.Lock()
 # A jitted function, its traced arguments and its static ones.
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-# The name of the thread that compiles programs for which no caller waits, and its `nice` value.
-_LATER, _NICE = "jaxspec-later", 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +91,11 @@ class Executables:
         # The specialised ones have a `_Variant` as key. Those that were used last come last.
         self._futures: OrderedDict[Any, Future[Any]] = OrderedDict()
         self._lock = _LOCK
-        self._pools: dict[str, Worker] = {}
-        self._described: list[Future[None]] = []
-        self._whats: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()
-        self._keeping: list[Future[None]] = []
         self._shapes: OrderedDict[Any, Any] = OrderedDict()
+
+    @functools.cached_property
+    def _worker(self) -> Worker:
+        return Worker("jaxspec-compile")
 
     def call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """Returns `function(*args, **static)`; positional arguments are traced, keyword arguments are static."""
@@ -119,44 +116,10 @@ class Executables:
 
     def prepare(self, function: Callable[..., Any], *args: Any, **static: Any) -> None:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""
-        self._prepare("jaxspec-compile", function, args, static)
-
-    def later(self, describe: Callable[[], Sequence[Call]], what: str = "programs") -> None:
-        """Compiles programs in the background that no caller waits for, on Linux with a low priority.
-
-        Args:
-          describe: returns the functions with their traced and static arguments, as `prepare` takes them. It is also
-            called in the background.
-          what: the programs, for the progress of `wait`.
-        """
-
-        def prepare() -> None:
-            for function, args, static in describe():
-                background.go_on()
-                self._prepare(_LATER, function, args, static, what)
-            with self._lock:  # ends after the programs
-                self._keeping.append(self._pool(_LATER).submit(lambda: None))
-
-        with self._lock:
-            future = self._pool(_LATER).submit(_with_callers_precision(prepare))
-            self._described = [*(one for one in self._described if not one.done()), future]
-            self._whats[future] = what
-            self._keeping = [*(one for one in self._keeping if not one.done()), future]
-
-    def _prepare(
-        self, name: str, function: Any, args: Any, static: dict[str, Any], what: str = "programs"
-    ) -> None:
         key, future, mine = self._claim(function, args, static)
         if mine:
-            self._whats[future] = what
-            with self._lock:
-                pool = self._pool(name)
-            pool.submit(_with_callers_precision(self._compile), key, future, function, args, static)
-
-    def _pool(self, name: str) -> Worker:
-        if name not in self._pools:
-            self._pools[name] = Worker(name, _yield if name == _LATER else None)
-        return self._pools[name]
+            compile_it = _with_callers_precision(self._compile)
+            self._worker.submit(compile_it, key, future, function, args, static)
 
     @staticmethod
     def key(function: Callable[..., Any], *args: Any, **static: Any) -> Any:
@@ -169,10 +132,12 @@ class Executables:
             future = self._futures.get(key)
         return future is not None and future.done() and future.exception() is None
 
-    def is_stored(self, function: Callable[..., Any], *args: Any, **static: Any) -> bool:
-        """Whether an earlier process has stored the executable for such arguments."""
-        path = Key(function, args, static).path
-        return path is not None and path.is_file()
+    def at_hand(self, function: Callable[..., Any], *args: Any, **static: Any) -> bool:
+        """Whether the executable for such arguments is compiled, or an earlier process has stored it."""
+        key = _key(function, args, static)
+        with self._lock:
+            known = key in self._futures
+        return self.ready(key) if known else Key(function, args, static).is_stored
 
     def shapes(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
         """Returns `function.eval_shape(*args, **static)`, without a trace if the program is stored."""
@@ -186,13 +151,6 @@ class Executables:
                 if len(self._shapes) > MAX_PROGRAMS:
                     self._shapes.popitem(last=False)
         return found
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a program is being compiled that the next process will load."""
-        with self._lock:
-            unfinished = any(not future.done() for future in self._keeping)
-        return unfinished and bool(stored_programs.version())
 
     def variant(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any] | None:
         """Returns the executable for such arguments if it is compiled; else None, and compiles it in the background.
@@ -211,7 +169,7 @@ class Executables:
                     self._drop(known[0])
                 future = self._add(key)
                 compile_variant = _with_callers_precision(self._compile)
-                self._pool("jaxspec-variant").submit(compile_variant, key, future, function, args, static)
+                self._worker.submit(compile_variant, key, future, function, args, static)
             ready = future is not None and future.done() and future.exception() is None
             counted = {"hits": self.variants.hits + 1} if ready else {"misses": self.variants.misses + 1}
             self.variants = dataclasses.replace(self.variants, **counted)
@@ -219,17 +177,10 @@ class Executables:
 
     def wait(self) -> None:
         """Waits until all background compilation has finished. Call it before a measurement."""
-        with Progress() as progress:
-            for list_of in (
-                lambda: self._described,
-                lambda: [*self._futures.values()],
-                lambda: self._described,  # including what follows a compilation
-            ):
-                with self._lock:
-                    futures: list[Future[Any]] = [one for one in list_of() if not one.done()]
-                for future in futures:
-                    progress(f"compiling {self._whats.get(future, 'programs')}")
-                    concurrent.futures.wait([future])
+        with self._lock:
+            futures = [*self._futures.values()]
+        with Progress("compiling programs"):
+            concurrent.futures.wait(futures)
 
     def _claim(
         self, function: Callable[..., Any], args: Any, static: dict[str, Any]
@@ -315,13 +266,6 @@ class _Variant:
     key: Any
 
 
-def _yield() -> None:
-    """Lowers the priority of this thread on systems with a priority per thread."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Made:
     """An executable, and how it was made.
@@ -349,7 +293,7 @@ def _named(function: Any) -> str:
 
 def _activity(function: Any, key: Key) -> str:
     """Describes the wait for a program, which an earlier process has stored or which is compiled."""
-    if key.path is not None and key.path.is_file():
+    if key.is_stored:
         return f"loading {_named(function)}"
     return f"compiling {_described(function, key)}"
 

@@ -76,6 +76,11 @@ class Key:
                 directory / f"{function.__name__}-{hashlib.sha256(described.encode()).hexdigest()[:32]}"
             )
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether there is a file."""
+        return self.path is not None and self.path.is_file()
+
     def read(self) -> Any:
         """Returns the stored program; None if there is none. A damaged file is removed."""
 
@@ -91,7 +96,7 @@ class Key:
         return self._read(lambda shapes, program: pickle.loads(shapes))
 
     def _read(self, use: Callable[[bytes, bytes], Any]) -> Any:
-        if self.path is None or not self.path.is_file():
+        if self.path is None or not self.is_stored:
             return None
         try:
             content = self.path.read_bytes()

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.costs.expectations import remembered
 from jaxspec.costs.prices import expected_speedups
-from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.decoding import DecodeState, Emitted, Parts
 from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.io.methods import auto_file
 from jaxspec.model.sharding import fetched
-from jaxspec.programs import compiled
 from jaxspec.programs.compiled import Loop
 from jaxspec.programs.executables import Call
 from jaxspec.protocol import Drafter, Weights
@@ -76,17 +73,23 @@ class Auto:
 class Chosen(Always):
     """The strategy of `auto`: one drafter, which chooses among its candidates in each round.
 
+    A text need not wait for the compiler: until the program is compiled, in the background, the text is decoded by a
+    smaller one, in which the drafter counts right copies and chooses plain decoding. Both have the same state.
+
     Args:
       loop: the compiled loop.
       auto: the drafter, with candidates.
       explain: whether `expected` and `prices` are reported.
+      waits: whether every round needs the whole program.
     """
 
     name = "auto"
 
-    def __init__(self, loop: Loop, auto: Auto, explain: bool) -> None:
+    def __init__(self, loop: Loop, auto: Auto, explain: bool, waits: bool) -> None:
         super().__init__(loop, auto.drafter)
         self._auto, self._explain = auto, explain
+        # The drafter of the smaller program; None once the whole one is used.
+        self._plain = None if waits else dataclasses.replace(self.drafter, plain=True)
         # Each row has the counts `seen` and `used` of a `ChoiceState`.
         self._seen: np.ndarray | None = None
         self._used: np.ndarray | None = None
@@ -116,7 +119,8 @@ class Chosen(Always):
             for name, count in zip(self._auto.names, used, strict=False)
             if count
         ]
-        return f"auto: {', '.join(parts) if parts else 'plain decoding'}"
+        late = ", its program was not compiled in time" if self._plain and self._used is not None else ""
+        return f"auto: {', '.join(parts) if parts else 'plain decoding' + late}"
 
     def begin_row(self, row: int) -> None:
         self._take(row)
@@ -125,12 +129,29 @@ class Chosen(Always):
         for row in range(batch, 0 if self._seen is None else len(self._seen)):
             self._take(row)
 
+    def next_call(self, params: Weights, parts: Parts, state: Any) -> Call:
+        return super().next_call(params, self._current(params, parts, state), state)
+
     def rounds(
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
     ) -> tuple[DecodeState, Emitted]:
-        state, emitted = super().rounds(params, parts, state, turn)
+        current = self._current(params, parts, state)
+        if self._plain is not None:
+            # Not before the first round: until then, the compiler works for the smaller program.
+            function, arguments, static = super().next_call(params, parts, state)
+            self._loop.executables.prepare(function, *arguments, **static)
+        state, emitted = super().rounds(params, current, state, turn)
         self._after = state.drafter_state
         return state, emitted
+
+    def _current(self, params: Weights, parts: Parts, state: Any) -> Parts:
+        """Returns the settings of the next call: those of the whole program unless it has to be compiled."""
+        if self._plain is not None:
+            function, arguments, static = super().next_call(params, parts, state)
+            executables = self._loop.executables
+            if executables.failed or executables.at_hand(function, *arguments, **static):
+                self._plain = None
+        return parts if self._plain is None else dataclasses.replace(parts, drafter=self._plain)
 
     def learn(self) -> None:
         # The state is donated to the next call.
@@ -149,87 +170,6 @@ class Chosen(Always):
             self._seen[row] = self._used[row] = 0
 
 
-class Awaited(Chosen):
-    """The strategy of a text that begins before the programs of `auto` are compiled.
-
-    Plain decoding runs while they are compiled in the background, from the first token on: before it, the compiler
-    works for plain decoding alone. The drafter takes over once, if the text has not needed more capacity by then. The
-    text is the same, because drafts do not change it with the acceptors for which this strategy is used.
-    """
-
-    def __init__(self, loop: Loop, auto: Auto, explain: bool) -> None:
-        super().__init__(loop, auto, explain)
-        self._plain = loop.put(Autoregressive(auto.drafter.num_draft_tokens, auto.drafter.reach))
-        self._waits, self._grown = False, False
-        self._keys: list[Any] = []
-        self._wanted: Callable[[], list[Call]] | None = None
-
-    def drafted_by(self, row: int) -> str:
-        if self._waits and self._wanted is None:
-            return "auto: plain decoding, its program is being compiled once for this model"
-        return super().drafted_by(row)
-
-    def begin(self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any) -> None:
-        executables = self._loop.executables
-        key = executables.key(compiled.prefill, params, parts, request, *caches, **static)
-        if (
-            caches
-            or executables.ready(key)
-            or executables.failed  # the error is then the caller's
-            or executables.is_stored(compiled.prefill, params, parts, request, **static)
-        ):
-            return
-        self._waits = True
-        described: tuple[Weights, Parts, Request] = _shapes((params, parts, request))
-        self._wanted = functools.partial(self._describe, *described, static)
-
-    def running(self, params: Weights, parts: Parts) -> tuple[Weights, Parts]:
-        if not self._waits:
-            return params, parts
-        return Weights(params.target), dataclasses.replace(parts, drafter=self._plain)
-
-    def _describe(
-        self, params: Weights, parts: Parts, request: Request, static: dict[str, Any]
-    ) -> list[Call]:
-        """Returns the calls to compile: rounds, the take-over, and the prefill of the next process."""
-        state, _ = self._loop.executables.shapes(compiled.prefill, params, parts, request, **static)
-        plain = dataclasses.replace(state, drafter_state=())
-        calls: list[Call] = [
-            self._loop.rounds_of(params, parts, state),
-            (compiled.catch_up, (params, parts, plain), self._catch_up_static(state.capacity)),
-        ]
-        self._keys = [self._loop.executables.key(function, *args, **its) for function, args, its in calls]
-        return [*calls, (compiled.prefill, (params, parts, request), static)]
-
-    def _catch_up_static(self, capacity: int) -> dict[str, Any]:
-        static = self._loop.prefill_static(capacity)
-        return {name: static[name] for name in ("config", "chunk_size")}
-
-    def caches(self, state: DecodeState) -> Caches:
-        return Caches(state.cache) if self._waits else super().caches(state)
-
-    def changed(self) -> None:
-        self._grown = True
-
-    def rounds(
-        self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
-    ) -> tuple[DecodeState, Emitted]:
-        executables = self._loop.executables
-        if self._wanted is not None:
-            executables.later(self._wanted, what="the program of auto, once for this model")
-            self._wanted = None
-        if self._waits and not self._grown and self._keys and all(map(executables.ready, self._keys)):
-            own = executables.call(
-                compiled.catch_up, params, parts, state, **self._catch_up_static(state.capacity)
-            )
-            state, self._waits = dataclasses.replace(state, drafter_state=own), False
-        return super().rounds(params, parts, state, turn)
-
-    def learn(self) -> None:
-        if not self._waits:
-            super().learn()
-
-
 def expectations(drafter: Choosing, names: Sequence[str]) -> tuple[Expected, ...]:
     """Returns what is expected of each candidate before the first round of a text, alone in a batch."""
     found, rule = [], drafter.rule
@@ -240,7 +180,3 @@ def expectations(drafter: Choosing, names: Sequence[str]) -> tuple[Expected, ...
         best = most - 1 if one.drafts_trees else int(rates.argmax())
         found.append(Expected(name, best + 1, float(rule.prices.accept[at, 0]), float(rates[best])))
     return tuple(sorted(found, key=lambda one: -one.speedup))
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

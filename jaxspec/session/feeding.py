@@ -239,10 +239,6 @@ class Feeding:
         if self._reuse is not None and state is not None:
             self._reuse.keep(row, fetched(state.tokens)[row, :length], self._strategy.caches(state))
 
-    def rounds(self, state: Any, parts: Parts) -> Call:
-        """Returns the call of the loop for a state of these shapes."""
-        return self._loop.rounds_of(*self._strategy.running(self._params, parts), state)
-
     def calls(
         self, example: RowRequest, batches: Sequence[int], longest: int, elastic: bool, continued: bool
     ) -> Iterator[Call]:
@@ -273,7 +269,7 @@ class Feeding:
                     states[batch], _ = shapes(compiled.prefill, *prompts.arguments, **prompts.static)
                 else:
                     states[batch] = shapes(compiled.resize, states[1], batch=batch, **static)
-                yield self.rounds(states[batch], parts)
+                yield self._loop.rounds_of(self._params, parts, states[batch])
             for batch, state in states.items() if elastic else ():
                 for other in batches:
                     if other != batch:

@@ -290,27 +290,22 @@ class Session:
         self._parts = self._feeding.parts(requests)
         prompts = self._feeding.prompts(requests, self._feeding.first_capacity(requests), self._parts)
         prompts = self._feeding.continuing(prompts, [None if held is None else held.index for held in first])
-        self.strategy.begin(*prompts.arguments, **prompts.static)
-        params, parts, *others = prompts.arguments
-        arguments = *self.strategy.running(params, parts), *others
+        function, arguments, static = prompts.call
         if (
             self.loop.mesh is None
             and not self._joins
             and any(request.max_new_tokens > 1 for request in requests)
-            and not self._executables.ready(
-                self._executables.key(compiled.prefill, *arguments, **prompts.static)
-            )
+            and not self._executables.ready(self._executables.key(function, *arguments, **static))
         ):
             # The loop is made ready in the background during the prefill.
-            state, _ = self._executables.shapes(compiled.prefill, *arguments, **prompts.static)
-            self._feeding.prepare(self._feeding.rounds(state, self._parts))
-        self._state, emitted = self._executables.call(compiled.prefill, *arguments, **prompts.static)
+            state, _ = self._executables.shapes(function, *arguments, **static)
+            self._feeding.prepare(self.strategy.next_call(self._params, self._parts, state))
+        self._state, emitted = self._executables.call(function, *arguments, **static)
         updates = self._updates(emitted, list(enumerate(range(len(first)))), begins=True)
         if self.rows.busy and not self._joins:
             # The loop is compiled before the first token is returned, so that the text continues without a pause.
-            running = self.strategy.running(self._params, self._parts)
-            rounds, static = self.loop.rounds(*running, self._state, 0, self.rows.halt)
-            self._executables.compiled(compiled.run_rounds, *rounds, **static)
+            function, arguments, static = self.strategy.next_call(self._params, self._parts, self._state)
+            self._executables.compiled(function, *arguments, **static)
         return updates
 
     def _refill(self, max_rounds: int) -> list[Update]:
@@ -359,7 +354,6 @@ class Session:
         requests = [held.request for held in rows.values() if held is not None]
         if (needed := self._feeding.capacity(requests)) > self.capacity:
             self._state = self._feeding.grown(self._state, needed)
-            self.strategy.changed()
         count = buckets.rows_for(len(requests), len(self.rows))
         some = dataclasses.replace(requests[0], prompt=requests[0].prompt[:1], start=0)
         requests += [some] * (count - len(requests))
@@ -394,7 +388,6 @@ class Session:
             )
             self.rows.put(row, held)
         self._parts = self._feeding.parts(self.rows.requests(self.requests[0]))
-        self.strategy.changed()
         # A row that was halted may have another request by now.
         kept = [(which, row) for which, (row, held) in enumerate(rows.items()) if held is not None]
         return self._updates(emitted, kept, begins=True)
@@ -408,13 +401,12 @@ class Session:
         most = max(len(request.prompt) + request.max_new_tokens for request in unfinished)
         if buckets.must_grow(longest, reach, self.capacity):
             self._state = self._feeding.grown(self._state, self.capacity + 1)
-            self.strategy.changed()
         elif self.loop.mesh is None and buckets.may_grow(longest, most, reach, self.capacity):
             # The programs for the next capacity are compiled in the background.
             static = {"capacity": self._feeding.capacity_for(self.capacity + 1), "mesh": None}
             self._feeding.prepare((compiled.grow, (self._state,), static))
             larger = self._executables.shapes(compiled.grow, self._state, **static)
-            self._feeding.prepare(self._feeding.rounds(larger, self._parts))
+            self._feeding.prepare(self.strategy.next_call(self._params, self._parts, larger))
         turn = Turn(max_rounds, self.rows.halt, self.rows.remaining)
         self._state, emitted = self.strategy.rounds(self._params, self._parts, self._state, turn)
         updates = self._updates(emitted, list(enumerate(range(len(self.rows)))))
@@ -445,9 +437,8 @@ class Session:
             return
         self._tried = tried
         state = self._executables.shapes(*resize, **static)
-        function, rounds, its = self._feeding.rounds(
-            state, self._feeding.parts(self.rows.requests(self.requests[0])[:width])
-        )
+        parts = self._feeding.parts(self.rows.requests(self.requests[0])[:width])
+        function, rounds, its = self.strategy.next_call(self._params, parts, state)
         if not self._executables.ready(self._executables.key(function, *rounds, **its)):
             return
         if resizes or self.loop.mesh is not None:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
+from jaxspec.decoding import Caches, DecodeState, Emitted, Parts
 from jaxspec.host import processes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.programs import compiled
 from jaxspec.programs.compiled import Loop
+from jaxspec.programs.executables import Call
 from jaxspec.protocol import Drafter, Weights
 from jaxspec.texts.results import Expected
 
@@ -67,13 +68,9 @@ class Strategy(abc.ABC):
         """Returns `Result.drafted_by` of the text in a row."""
         return self.name
 
-    def begin(self, params: Weights, parts: Parts, request: Request, *caches: Caches, **static: Any) -> None:
-        """Takes note of the first prefill of the batch; the arguments are those of `compiled.prefill`."""
-        return
-
-    def running(self, params: Weights, parts: Parts) -> tuple[Weights, Parts]:
-        """Returns the arguments of the next call: those of `drafter`, unless its program is awaited, see `Awaited`."""
-        return params, parts
+    def next_call(self, params: Weights, parts: Parts, state: Any) -> Call:
+        """Returns the next call of the loop for a state, or for one of these shapes."""
+        return self._loop.rounds_of(params, parts, state)
 
     def caches(self, state: DecodeState) -> Caches:
         """Returns the caches of the batch, from which later texts can continue by the same method."""
@@ -83,12 +80,8 @@ class Strategy(abc.ABC):
         """Takes note of a text that begins in a row."""
         return
 
-    def changed(self) -> None:
-        """Takes note that rows were inserted or that the capacity has grown: other drafters' states are invalid."""
-        return
-
     def resized(self, batch: int) -> None:
-        """Takes note that the batch has `batch` rows now, the first ones; other drafters' states are invalid."""
+        """Takes note that the batch has `batch` rows now, the first ones."""
         return
 
     @abc.abstractmethod
@@ -121,8 +114,7 @@ class Always(Strategy):
     def rounds(
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
     ) -> tuple[DecodeState, Emitted]:
-        running = self.running(params, parts)
-        arguments, static = self._loop.rounds(*running, state, turn.max_rounds, turn.halt)
+        arguments, static = self._loop.rounds(params, parts, state, turn.max_rounds, turn.halt)
         result: tuple[DecodeState, Emitted] = self._loop.executables.call(
             compiled.run_rounds, *arguments, **static
         )

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxspec import methods
@@ -166,16 +168,9 @@ def test_a_function_shows_its_progress_unless_the_caller_does(shown):
 
 
 @pytest.mark.slow
-def test_a_comparison_names_what_compiles(monkeypatch):
+def test_a_comparison_names_what_compiles():
     """Also the candidates of auto, which compile in the background."""
-    lm, told, later = tiny.language_model(), [], []
-    real = Executables.later
-
-    def record(self, describe, what="programs"):
-        later.append(what)
-        real(self, describe, what)
-
-    monkeypatch.setattr(Executables, "later", record)
+    lm, told = tiny.language_model(), []
     run = {"auto": methods.Auto(among=("ngram",)), "suffix": methods.Suffix()}
     compare(lm, [3, 4, 5] * 3, run, repeats=1, max_new_tokens=8, on_progress=told.append)
     assert told[:4] == [
@@ -184,15 +179,21 @@ def test_a_comparison_names_what_compiles(monkeypatch):
         "compiling suffix, 3 of 3",
         "finishing the warm-up",
     ]
-    assert set(later) == {"the program of auto, once for this model"}
 
 
-def test_a_wait_names_what_compiles_in_the_background(shown):
-    executables, ended = Executables(), threading.Event()
-    executables.later(lambda: ended.wait() and [], what="the programs of ngram")
+def test_a_wait_for_the_background_is_shown(shown):
+    executables, began, ended = Executables(), threading.Event(), threading.Event()
+
+    def traced(x):
+        began.set()
+        ended.wait()
+        return x
+
+    executables.prepare(jax.jit(traced), jnp.ones(2))
+    began.wait()
     waiting = threading.Thread(target=executables.wait)
     waiting.start()
-    wait_for(shown, "jaxspec: compiling the programs of ngram: 0 s")
+    wait_for(shown, "jaxspec: compiling programs: 0 s")
     ended.set()
     waiting.join()
     assert screen(shown.getvalue()) == [""]

@@ -44,7 +44,7 @@ from jaxspec.testing import language_model
 
 lm = language_model()
 print(lm.generate("ab", method="auto", max_new_tokens=6).text)
-assert any(not one.done() for one in lm.executables._keeping)
+assert any(not one.done() for one in lm.executables._futures.values())
 """
 
 

@@ -548,6 +548,27 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name, monkeypatch):
     assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(second, target, own, config)), PROMPTS)
 
 
+@pytest.mark.representatives("eagle3")
+@pytest.mark.parametrize("name", ["draft-model", "layerskip", "draft-verify", "eagle", "eagle3"])
+def test_the_plain_program_has_the_state_of_the_whole_one(name, monkeypatch):
+    """Of one that never drafts, so that a text can go on with either."""
+    monkeypatch.setattr(choice_rule, "FIRST", -1e6)
+    config, second, target, own = whole_drafts()[name]
+    whole, states = hybrid(NGram(num_draft_tokens=2), second.taking_turns(), config), []
+    for drafter in (whole, whole.replace(plain=True)):
+        made = loop(drafter, target, own, config)
+        state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
+        state, _ = made.go_on(state, 20)
+        assert state.drafter_state.rule.seen.any()
+        assert not state.stats.num_drafts.any()
+        states.append(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *map(_plain_keys, states))
+
+
+def _plain_keys(state):
+    return dataclasses.replace(state, keys=jax.random.key_data(state.keys))
+
+
 @pytest.mark.representatives("ngram")
 @pytest.mark.parametrize("other", ["ngram", "layerskip"])
 def test_verification_runs_the_pending_token_of_every_row(other):
