@@ -39,7 +39,7 @@ from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Candidate
 from jaxspec.methods.resources import ModelLike
 from jaxspec.model.config import KVCacheDtype
-from jaxspec.programs import buckets, memory
+from jaxspec.programs import buckets, memory, stored_programs
 from jaxspec.programs import compilation_cache as persistent_cache
 from jaxspec.programs.buckets import START_CAPACITY
 from jaxspec.programs.jax_settings import needed
@@ -136,6 +136,8 @@ def load(
             more = sum(leaf.size for leaf in jax.tree.leaves(own)) * wanted.itemsize
             texts = memory.Texts(config, wanted, 1, place_on, bits, adapter_bytes=more)
             memory.check_fits(texts, START_CAPACITY)
+            # Its programs load while its weights do.
+            stored_programs.load_ahead([name, str(wanted), bits, kv_cache_dtype], place_on)
         tokenizer = find_tokenizer(directory, chat_template)
         if tokenizer is not None and (warning := unlisted_end(tokenizer, config)):
             warnings.warn(warning, RuntimeWarning, stacklevel=2)

@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,20 @@ from jax.experimental import serialize_executable
 
 from jaxspec.host import files
 from jaxspec.host.processor import processor
-from jaxspec.host.user_cache import drop_unused, mark_used, user_cache
+from jaxspec.host.user_cache import drop_unused, keep, kept, mark_used, user_cache
 from jaxspec.programs import compilation_cache
+from jaxspec.programs.background import Worker
 from jaxspec.programs.compiler_options import compiler_options
 
 # Packages whose code is part of the key. A program with a drafter of another package is not stored.
 _OWN = ("jaxspec", "jax", "jaxlib", "builtins", "collections", "flax", "numpy")
 # When the sources were imported, about: a source that changed later is not what is traced.
 _IMPORTED = time.time()
+# The programs that `load_ahead` loads for a process.
+_MOST_AHEAD = 3
+# What this process is for, followed by the names of its first programs; and the loads that have begun.
+_first: list[Any] = []
+_ahead: dict[tuple[Path, jax.Device], Future[Any]] = {}
 # Seconds after which the programs of another version are removed.
 _OLD = 14 * 86400
 
@@ -83,31 +90,17 @@ class Key:
 
     def read(self) -> Any:
         """Returns the stored program; None if there is none. A damaged file is removed."""
-
-        def load(shapes: bytes, program: bytes) -> Any:
-            assert self.device is not None
-            devices = {"backend": self.device.client, "execution_devices": [self.device]}
-            return serialize_executable.deserialize_and_load(*pickle.loads(program), **devices)
-
-        return self._read(load)
+        if self.path is None or self.device is None:
+            return None
+        ahead = _ahead.pop((self.path, self.device), None)
+        program = _loaded(self.path, self.device) if ahead is None else ahead.result()
+        if program is not None:
+            _note(self.path)
+        return program
 
     def shapes(self) -> Any:
         """Returns the `jax.ShapeDtypeStruct`s of the stored program's results; None if there is none."""
-        return self._read(lambda shapes, program: pickle.loads(shapes))
-
-    def _read(self, use: Callable[[bytes, bytes], Any]) -> Any:
-        if self.path is None or not self.is_stored:
-            return None
-        try:
-            content = self.path.read_bytes()
-            if hashlib.sha256(content[32:]).digest() != content[:32]:
-                raise ValueError("damaged")
-            mark_used(self.path)
-            return use(*pickle.loads(content[32:]))
-        except Exception:  # from pickle or XLA: the program is compiled and written again
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-            return None
+        return None if self.path is None else _read(self.path, lambda shapes, program: pickle.loads(shapes))
 
     def write(self, program: Any, shapes: Any) -> None:
         """Stores a program that was compiled without JAX's cache; nothing happens if it cannot be written.
@@ -127,6 +120,59 @@ class Key:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             files.write_atomic(self.path, hashlib.sha256(content).digest() + content)
             drop_unused(self.path.parents[1])  # the programs of all versions
+            _note(self.path)
+
+
+def load_ahead(use: Any, device: jax.Device) -> None:
+    """Begins to load, in the background, the programs with which the last process of the same use began.
+
+    Only the first call in a process counts. A program that is not needed costs a second processor its time.
+
+    Args:
+      use: JSON values that say what the process runs.
+      device: where it runs.
+    """
+    directory = _directory()
+    if directory is None or _first:
+        return
+    _first.append([directory.name, use])
+    names, worker = kept("first", _first[0]), Worker("jaxspec-load")
+    for name in names if isinstance(names, list) else ():
+        path = directory / str(name)
+        _ahead[path, device] = worker.submit(_loaded, path, device)
+
+
+def _note(path: Path) -> None:
+    """Keeps the names of the first programs of this process for `load_ahead`."""
+    if 0 < len(_first) <= _MOST_AHEAD:
+        _first.append(path.name)
+        keep("first", _first[0], _first[1:])
+
+
+def _loaded(path: Path, device: jax.Device) -> Any:
+    """Returns a stored program; None if there is none."""
+
+    def load(shapes: bytes, program: bytes) -> Any:
+        devices = {"backend": device.client, "execution_devices": [device]}
+        return serialize_executable.deserialize_and_load(*pickle.loads(program), **devices)
+
+    return _read(path, load)
+
+
+def _read(path: Path, use: Callable[[bytes, bytes], Any]) -> Any:
+    """Returns `use(shapes, program)` of a file; None if there is none. A damaged file is removed."""
+    if not path.is_file():
+        return None
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content[32:]).digest() != content[:32]:
+            raise ValueError("damaged")
+        mark_used(path)
+        return use(*pickle.loads(content[32:]))
+    except Exception:  # from pickle or XLA: the program is compiled and written again
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
 
 
 def version() -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import flax.struct
 import jax
@@ -16,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from jaxspec.host import progress, user_cache
 from jaxspec.methods import registry
-from jaxspec.programs import compilation_cache
+from jaxspec.programs import compilation_cache, stored_programs
 from jaxspec.programs.executables import Executables
 from jaxspec.programs.stored_programs import Key
 from tests import caching
@@ -47,6 +48,24 @@ def test_a_program_is_compiled_once_for_all_processes(kept):
         assert executables.num_compilations == compiled
     assert [path.name.split("-")[0] for path in kept.glob("programs/*/*")] == ["doubled"]
     assert not list(kept.glob("compiled/jit_doubled*"))
+
+
+def test_the_first_programs_of_a_process_load_ahead_in_the_next(kept, monkeypatch):
+    """In the background; the call of the program takes what was loaded, and loads nothing itself."""
+    loaded, real = [], stored_programs._loaded
+
+    def recorded(path, device):
+        loaded.append(threading.current_thread().name)
+        return real(path, device)
+
+    monkeypatch.setattr(stored_programs, "_loaded", recorded)
+    for ahead in (0, 1):
+        monkeypatch.setattr(stored_programs, "_first", [])
+        stored_programs.load_ahead(["a model"], jax.local_devices()[0])
+        assert len(stored_programs._ahead) == ahead
+        assert Executables().call(doubled, jnp.ones(6))["twice"].tolist() == [2] * 6
+        assert not stored_programs._ahead
+    assert loaded == ["MainThread", "jaxspec-load"]
 
 
 def test_what_is_waited_for_is_said(kept, monkeypatch, caplog):
