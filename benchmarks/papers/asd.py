@@ -1,295 +1,147 @@
-"""Draft on the Fly: Adaptive Self-Speculative Decoding using Cosine Similarity (Metel et al. 2024).
-
-Compares ASD with Draft & Verify, which needs a search for its mask. γ is carried from text to text, as in the
-evaluation of Draft & Verify, whose experiments the paper repeats. Differences from the paper: 40 short prompts instead
-of 1,000 long ones, a search by agreement with the model's own text (Xia et al. 2024) instead of speed, and few trials.
-"""
+"""ASD's Tables 3 and 5, greedy (Metel et al. 2024): masks by cosine similarity, beside Draft & Verify's search."""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.papers import asd_cosines, asd_counts, asd_runs, baselines
-from benchmarks.papers.asd_runs import (
-    ADAPTS,
-    AS_PRINTED,
-    CALIBRATED,
-    ELSEWHERE,
-    LOSES,
-    OF_TUNED,
-    SEARCHED,
-    SHIFTED,
-    THERE,
-    TUNED,
-    Found,
-)
-from benchmarks.papers.options import PaperOptions
-from benchmarks.papers.tables import Cell, Claim, Report, Row, Table, all_hold, more_than
-from benchmarks.papers.workbench import Column, Measured, Workbench, speeds
-from jaxspec.engine.language_model import LanguageModel
-from jaxspec.host.extras import require
-from jaxspec.host.progress import OnProgress
+import jax
+import numpy as np
+
+from benchmarks.papers.counts import FREE, Bench, Case, Claim, Counting, Counts, Paper, Table, choose
+from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.io.methods.asd_numbers import ASDNumbers
-from jaxspec.measuring.bench.comparison import BASELINE
-from jaxspec.measuring.tuning.inspection import SUBLAYERS
+from jaxspec.measuring.tuning import asd_sweep
+from jaxspec.measuring.tuning.mask_search import search
+from jaxspec.measuring.tuning.round_costs import Costs
+from jaxspec.measuring.tuning.texts import prepare_texts
+from jaxspec.measuring.tuning.tuning_options import SearchOptions
+from jaxspec.model.llama import floor_bytes
+from jaxspec.model.plan import LayerPlan
+from jaxspec.texts.results import Result
 
-PAPER = "Draft on the Fly: Adaptive Self-Speculative Decoding using Cosine Similarity (Metel et al. 2024)"
-# Paper: Llama-2-13B on CNN/DM, by temperature; CodeLlama-13B on HumanEval.
-TABLE_3 = {SEARCHED: {"T = 0": 1.495, "T = 0.2": 1.479}, AS_PRINTED: {"T = 0": 1.443, "T = 0.2": 1.422}}
-TABLE_4 = {SEARCHED: {"T = 0": 1.282, "T = 0.6": 1.282}, AS_PRINTED: {"T = 0": 1.365, "T = 0.6": 1.340}}
+SEARCHED, PRINTED, TUNED = "Draft & Verify", "ASD, the paper's numbers", "ASD, tuned"
+# Milliseconds of an attention and an MLP sublayer of Llama-2-13B on a V100 (the paper's Table 1), and its head's share
+# of the bytes.
+MODEL, MODEL_MS, MODEL_HEAD = "Llama-2-13B", (1.339, 0.768), 0.013
 TABLE_5 = {"all rules": 1.443, "cosine and rule 2": 1.340, "cosine alone": 1.307, "rules 1 and 2": 1.179}
-TABLE_1 = {**asd_cosines.PAPER, "time, ms": (1.339, 0.768)}
-TIMES = ("time, ms",)
-SEARCH_SECONDS = 11 * 3600.0
+# The longest draft; masks that a search tries, by Bayesian optimisation and as many at random, and its prompts.
+K, TRIALS, SEARCHED_PROMPTS = 12, 40, 8
+# The numbers of ASD to try: α as quantiles of the model's similarities, m and n.
+EVERYS, KEEP_LASTS = (0, 3, 5), (0, 2)
+PARTS = "attention, MLP, head"
+PAPER = Paper(
+    "Draft on the Fly: Adaptive Self-Speculative Decoding using Cosine Similarity (Metel et al. 2024)",
+    (
+        Table("Table 3 from counts: × plain", None, (SEARCHED, PRINTED, TUNED)),
+        Table(f"Table 3 by task type, from counts: {TUNED} ÷ {SEARCHED}", SEARCHED, (TUNED,), True),
+        Table("Table 5 from counts: which rules make the draft, × plain", None, tuple(TABLE_5)),
+    ),
+    (
+        *(Claim(f"{run}, is faster than plain decoding.", run) for run in (PRINTED, TUNED)),
+        *(
+            Claim(f"{run}, is as fast as {SEARCHED} within 5 %, without its search.", run, SEARCHED, 0.95)
+            for run in (PRINTED, TUNED)
+        ),
+        Claim("All rules are faster than the cosine and rule 2.", "all rules", "cosine and rule 2"),
+        Claim("The cosine and rule 2 are faster than the cosine alone.", "cosine and rule 2", "cosine alone"),
+        Claim("The cosine alone is faster than rules 1 and 2.", "cosine alone", "rules 1 and 2"),
+    ),
+    {row: {MODEL: figure} for row, figure in {SEARCHED: 1.495, PRINTED: 1.443, **TABLE_5}.items()},
+)
 
 
-def measure(lm: LanguageModel, options: PaperOptions, on_progress: OnProgress = lambda what: None) -> Report:
-    """Measures ASD against Draft & Verify, the ablation, the cosines, and the cost and transfer of a search.
-
-    Raises:
-      MissingExtra: Bayesian optimisation is not installed.
-      ValueError: `prompt_file` or `untuned` is given without `counts`, or see `Workbench` and `Suite`.
-    """
-    require("search", "bayes_opt")
-    for name in ("prompt_file", "untuned"):
-        if getattr(options, name) and not options.counts:
-            raise ValueError(
-                f"{name} is given, and the times of paper asd compare tuned numbers on kinds of the project's own "
-                f"prompts; give `counts` too, or leave {name} out"
-            )
-    with Workbench(lm, options, on_progress) as bench:
-        if options.counts:
-            return bench.report(PAPER, *asd_counts.tables(bench))
-        cosines = asd_runs.cosines(bench)
-        found = asd_runs.search_masks(bench)
-        grid = asd_runs.tune_numbers(bench)
-        tuned = ASDNumbers(**{name: grid["best"][name] for name in ("alpha", "every", "keep_last")})
-        chosen = asd_runs.chosen(bench, tuned)
-        compared = {AS_PRINTED: asd_runs.asd(lm, ASDNumbers()), TUNED: asd_runs.asd(lm, tuned)}
-        runs = {SEARCHED: found[SEARCHED].method, **compared}
-        greedy = asd_runs.against_plain(bench, 0.0, None, {**chosen, **runs}, tuned)
-        warm = asd_runs.against_plain(bench, 0.2, None, {**chosen, **runs}, tuned)
-        code = asd_runs.against_plain(bench, 0.6, (CALIBRATED,), {**chosen, **runs}, tuned)
-        shift = bench.measure(
-            "shift",
-            "reporting",
-            {run: found[run].method for run in (ELSEWHERE, THERE)} | compared,
-            kinds=(CALIBRATED,),
-            carry_gamma=True,
-        )
-        rules = asd_runs.rules_apart(bench, grid)
-        numbers = f"{TUNED}: α {tuned.alpha:g}, m {tuned.every}, n {tuned.keep_last}."
-        notes = (numbers, baselines.cut(bench).note, *greedy.different([*chosen, *runs]))
-        tables = (
-            _table_1(cosines),
-            _table_3(greedy, warm, notes),
-            _table_4(greedy, code),
-            _table_5(rules, grid),
-            _search_cost(greedy, found[SEARCHED], grid),
-            _table_shift(shift),
-        )
-        return bench.report(PAPER, tables, _claims(greedy, shift, rules, cosines))
-
-
-# Tables
-
-
-def _table_1(cosines: dict[str, Any]) -> Table:
-    ours = {
-        row: [cosines["time_ms" if row in TIMES else "similarity"][name] for name in SUBLAYERS]
-        for row in TABLE_1
+def measure(bench: Bench) -> Counts:
+    """Counts ASD with the paper's numbers and with tuned ones, its ablation, and Draft & Verify's searched masks."""
+    masks, columns = Masks(bench), _columns(bench)
+    tuning = [tokens for _, tokens in bench.prompts("tuning")][:SEARCHED_PROMPTS]
+    numbers = ASDNumbers()
+    cases: dict[Case, Counting] = {}
+    similarities = np.stack([masks.similarities(tuple(prompt)) for prompt in tuning])
+    settings = asd_sweep.grid(asd_sweep.default_alphas(similarities), EVERYS, KEEP_LASTS)
+    for group in asd_sweep.grouped(similarities, settings):
+        one = group.settings[0]
+        words = f"α {one.alpha:g}, m {one.every}, n {one.keep_last}"
+        cases[Case(TUNED, words)] = functools.partial(masks.count, one)
+    chosen = choose(bench.count("tuning", cases, PARTS), [*cases], columns)
+    rows = {
+        "all rules": numbers,
+        "cosine and rule 2": dataclasses.replace(numbers, every=0),
+        "cosine alone": dataclasses.replace(numbers, every=0, keep_last=0),
+        "rules 1 and 2": dataclasses.replace(numbers, alpha=1.0),
     }
-    return Table(
-        "Table 1: cosine similarity of attention and MLP sublayers, and their time",
-        SUBLAYERS,
-        tuple(
-            Row(
-                row,
-                {
-                    name: Cell(paper, figure if row in TIMES else figure[row])
-                    for name, paper, figure in zip(SUBLAYERS, TABLE_1[row], ours[row], strict=True)
-                },
-            )
-            for row in TABLE_1
-        ),
-        ("The paper's figures are for Llama-2-13B on CNN/DM, ours for the tuning prompts.",),
-        digits=3,
-    )
+    cases |= {Case(row): functools.partial(masks.count, one) for row, one in rows.items()}
+    chosen |= {row: dict.fromkeys(columns, Case(row)) for row in rows}
+    chosen[PRINTED] = chosen["all rules"]
+    chosen[SEARCHED] = {name: Case(SEARCHED, f"searched for {name}") for name in columns}
+    for name, case in chosen[SEARCHED].items():
+        cases[case] = functools.partial(masks.count, _search(bench, name, columns[name], tuning))
+    return bench.counts("asd", columns, chosen, cases, PARTS)
 
 
-def _table_3(greedy: Measured, warm: Measured, notes: Sequence[str]) -> Table:
-    return speeds(
-        "Table 3: Draft & Verify and ASD, × plain decoding",
-        {"T = 0": Column(greedy), "T = 0.2": Column(warm)},
-        TABLE_3,
-        notes=(
-            "The paper used Llama-2-13B on CNN/DM (XSum at T = 0: 1.415 and 1.383; the chat model 1.238 and "
-            "1.247). Ours are for all kinds of work.",
-            "γ is carried from text to text. The oracle stop is ASD's draft, tuned, with a rule that reads the text.",
-            *notes,
-        ),
-    )
-
-
-def _table_4(greedy: Measured, code: Measured) -> Table:
-    return speeds(
-        "Table 4: the same on code, × plain decoding",
-        {"T = 0": Column(greedy, (CALIBRATED,)), "T = 0.6": Column(code)},
-        TABLE_4,
-        notes=(
-            "The paper used CodeLlama-13B on HumanEval, with m 4 and n 3; here they are 3 and 2, as its general "
-            "models have.",
-        ),
-    )
-
-
-def _table_5(rules: Measured, grid: dict[str, Any]) -> Table:
-    columns = ("the paper's numbers", "tuned")
-    rows = []
-    for name, paper in TABLE_5.items():
-        cells = {columns[0]: rules.ratio(name, paper=paper)}
-        if name + OF_TUNED in rules.suite.runs:
-            cells[columns[1]] = rules.ratio(name + OF_TUNED)
-        rows.append(Row(name, cells))
-    base = next((row for row in grid["ablation"] if row["rules"] == "all rules"), None)
-    tuned = "none found in which every rule counts"
-    if base is not None:
-        tuned = f"α {base['alpha']:g}, m {base['every']}, n {base['keep_last']}"
-    return Table(
-        "Table 5: which rules make the draft, × plain decoding, greedy",
-        columns,
-        (Row("plain", dict.fromkeys(columns, Cell(1.0, 1.0))), *rows),
-        (
-            f"The paper used Llama-2-13B on CNN/DM. Tuned: a fast setting in which the rules count ({tuned}).",
-            "The baselines on the same prompts are in Table 3.",
-            *rules.different([run for run in rules.suite.runs if run != BASELINE]),
-        ),
-    )
-
-
-def _search_cost(greedy: Measured, found: Found, grid: dict[str, Any]) -> Table:
-    columns = ("masks tried", "seconds", "× plain")
-    rows = (
-        Row(
-            SEARCHED,
-            {
-                columns[0]: Cell(ours=found.trials),
-                columns[1]: Cell(SEARCH_SECONDS, found.seconds),
-                columns[2]: greedy.ratio(SEARCHED, paper=TABLE_3[SEARCHED]["T = 0"]),
-            },
-        ),
-        Row(
-            AS_PRINTED,
-            {
-                columns[0]: Cell(0, 0),
-                columns[1]: Cell(0, 0),
-                columns[2]: greedy.ratio(AS_PRINTED, paper=TABLE_3[AS_PRINTED]["T = 0"]),
-            },
-        ),
-        Row(
-            TUNED,
-            {
-                columns[0]: Cell(ours=grid["distinct"]),
-                columns[1]: Cell(ours=grid["seconds"]),
-                columns[2]: greedy.ratio(TUNED),
-            },
-        ),
-    )
-    return Table(
-        "Section 4: what the draft costs before the first text",
-        columns,
-        rows,
-        (
-            f"The paper's search took 11 hours a model, on average of three; ours tries {asd_runs.TRIALS} masks by "
-            f"Bayesian optimisation and {asd_runs.TRIALS} at random (fewer if there are fewer), by agreement "
-            "with the model's own text. Its seconds exclude one-time work: compiling, writing that text, timing "
-            "the parts of a round. Those of the grid are all.",
-            f"ASD's numbers are from a grid of {grid['settings']} settings with {grid['distinct']} distinct masks; the "
-            "paper does not give the cost of its own numbers.",
-        ),
-    )
-
-
-def _table_shift(shift: Measured) -> Table:
-    return speeds(
-        f"Section 4.1: a search on another kind of work, × plain decoding on {CALIBRATED}, greedy",
-        {CALIBRATED: Column(shift)},
-        {ELSEWHERE: {CALIBRATED: 1.282}, AS_PRINTED: {CALIBRATED: 1.365}},
-        notes=(
-            "The paper used CodeLlama-13B on HumanEval, with Draft & Verify searched on Python of StarCoder, a "
-            "smaller step than ours.",
-            "The baselines on the same prompts are in Table 4.",
-        ),
-    )
-
-
-# Claims
-
-
-def _claims(greedy: Measured, shift: Measured, rules: Measured, cosines: dict[str, Any]) -> list[Claim]:
-    return [
-        *(
-            more_than(
-                f"{run}, is as fast as {SEARCHED} within 5 %, without its search.",
-                f"ASD ÷ {SEARCHED}",
-                greedy.ratio(run, SEARCHED),
-                0.95,
-            )
-            for run in (AS_PRINTED, TUNED)
-        ),
-        *(
-            more_than(f"{run}, is faster than plain decoding.", "ASD ÷ plain", greedy.ratio(run))
-            for run in (AS_PRINTED, TUNED)
-        ),
-        more_than(
-            LOSES,
-            f"searched on {CALIBRATED} ÷ searched on {SHIFTED}, on {CALIBRATED}",
-            shift.ratio(THERE, ELSEWHERE),
-        ),
-        *(
-            more_than(
-                ADAPTS.format(run=run),
-                f"{run} ÷ searched on {SHIFTED}, on {CALIBRATED}",
-                shift.ratio(run, ELSEWHERE),
-            )
-            for run in (AS_PRINTED, TUNED)
-        ),
-        _ordered("The paper's numbers", rules, ""),
-        *([_ordered("Tuned numbers", rules, OF_TUNED)] if _all_rules(rules) else []),
-        _attention_first(cosines),
+def _columns(bench: Bench) -> dict[str, Sequence[float]]:
+    """Returns the prices of all attention sublayers, all MLP sublayers and the head."""
+    lm = bench.lm
+    whole, layers = floor_bytes(lm.config, lm.params), lm.params["layers"]
+    free = [
+        sum(leaf.nbytes for layer in layers for leaf in jax.tree.leaves(layer[name])) / whole
+        for name in ("attention", "mlp")
     ]
+    model = [(1 - MODEL_HEAD) * ms / sum(MODEL_MS) for ms in MODEL_MS]
+    return {FREE: (*free, 1 - sum(free)), MODEL: (*model, MODEL_HEAD)}
 
 
-def _all_rules(rules: Measured) -> bool:
-    return all(name + OF_TUNED in rules.suite.runs for name in TABLE_5)
-
-
-def _ordered(whose: str, rules: Measured, suffix: str) -> Claim:
-    """Judges the order of Table 5, pair by pair."""
-    names = list(TABLE_5)
-    parts = [
-        more_than("", f"{more} ÷ {less}", rules.ratio(more + suffix, less + suffix))
-        for more, less in itertools.pairwise(names)
-    ]
-    return all_hold(f"{whose}: every rule adds speed, in the order {' > '.join(names)}.", parts)
-
-
-def _attention_first(cosines: dict[str, Any]) -> Claim:
-    """Judges the three observations of Section 3.1."""
-    attention, mlp = (cosines["similarity"][name] for name in SUBLAYERS)
-    times = [cosines["time_ms"][name] for name in SUBLAYERS]
-    spread = [one["max"] - one["min"] for one in (attention, mlp)]
-    observed = {
-        "mean": (attention["mean"], mlp["mean"]),
-        "median": (attention["median"], mlp["median"]),
-        "range": (spread[0], spread[1]),
-        "ms": (times[0], times[1]),
-    }
-    return Claim(
-        "Attention is to be skipped: it has the higher mean and median cosine, the wider range, and takes longer.",
-        all(left > right for left, right in observed.values()),
-        "attention and MLP: "
-        + ", ".join(f"{name} {left:.3f} and {right:.3f}" for name, (left, right) in observed.items()),
+def _search(bench: Bench, name: str, prices: Sequence[float], prompts: Sequence[Sequence[int]]) -> LayerPlan:
+    """Searches Draft & Verify's mask by agreement with the model's own texts, at the costs of a column."""
+    depth = bench.lm.config.num_layers
+    attention, mlp, head = prices
+    found = search(
+        bench.lm,
+        prompts,
+        SearchOptions(
+            trials=TRIALS,
+            keep_first_last=depth > 2,
+            max_new_tokens=min(SearchOptions().tokens, bench.max_new_tokens),
+        ),
+        bench.directory / f"{name.replace(' ', '-')}.trials.jsonl",
+        resume=bench.resume,
+        costs=Costs(attention / depth, mlp / depth, head, ((1, 1.0), (K + 1, 1.0))),
+        on_progress=bench.on_progress,
     )
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return found.best.plan
+
+
+class Masks:
+    """Counts texts under masks. Many settings give the same mask on a prompt, so each is counted once."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self.similarities = functools.cache(self._similarities)
+        self._known = functools.cache(self._count)
+
+    def count(self, draft: ASDNumbers | LayerPlan, prompt: Sequence[int]) -> tuple[Result, Sequence[float]]:
+        """Counts a text with ASD's numbers, limited to the model's layers, or with one mask for all prompts."""
+        ids = tuple(prompt)
+        if isinstance(draft, ASDNumbers):
+            most = min(draft.keep_last, self._bench.lm.config.num_layers)
+            draft = dataclasses.replace(draft, keep_last=most)
+            found = asd_sweep.masks_of(self.similarities(ids)[None], [draft])[0, 0]
+            draft = LayerPlan(tuple((bool(attention), bool(mlp)) for attention, mlp in found))
+        return self._known(ids, draft)
+
+    def _similarities(self, prompt: tuple[int, ...]) -> np.ndarray:
+        """Returns the similarities of the attention sublayers on a prompt, float[L]."""
+        bench = self._bench
+        _, found = prepare_texts(bench.lm, [prompt], [[0] * bench.max_new_tokens])
+        return np.asarray(found)[0, :, 0]
+
+    def _count(self, prompt: tuple[int, ...], plan: LayerPlan) -> tuple[Result, Sequence[float]]:
+        """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
+        result = self._bench.generate(
+            prompt, DraftVerify(self._bench.lm.config, plan.traced(), num_draft_tokens=K)
+        )
+        drafted = result.statistics.num_draft_tokens
+        return result, [drafted * float(share) for share in (*np.mean(plan.run, axis=0), 1.0)]

@@ -124,7 +124,7 @@ NEVER = {
     "benchmarks": ("training", "torch"),
 }
 # What these may import all the same, inside functions: other programs to be measured beside.
-PEERS = {"benchmarks.transformers_runs": ("torch",)}
+PEERS = {"benchmarks.peers": ("torch",)}
 # Their imports under TYPE_CHECKING are the names that they re-export when asked.
 REEXPORTS = ("jaxspec.methods",)
 # These talk to the host; everything else is pure functions over pytrees.
@@ -267,7 +267,7 @@ def test_only_the_table_of_commands_names_a_module_of_a_wing():
         ("jaxspec.session.session", "from training import step"),
         ("jaxspec.host.files", "import torch"),
         ("jaxspec.measuring.bench.comparison", "def f():\n    import torch"),
-        ("benchmarks.transformers_runs", "import torch"),
+        ("benchmarks.peers", "import torch"),
         ("jaxspec.model.cache", "from jaxspec import load"),
         ("jaxspec.heads.eagle.network", "from jaxspec.heads.eagle.files import read"),
         ("jaxspec.heads.eagle.drafter", "import json"),
@@ -282,8 +282,8 @@ def test_only_the_table_of_commands_names_a_module_of_a_wing():
         ("jaxspec.measuring.bench.comparison", "from jaxspec.measuring.tuning.masks import MaskSpace"),
         ("jaxspec.measuring.tuning.round_costs", "import json"),
         ("jaxspec.console.terminal", "from jaxspec.engine.language_model import LanguageModel"),
-        ("training.soft", "from benchmarks import figures"),
-        ("jaxspec.measuring.commands.compare", "from benchmarks import figures"),
+        ("training.soft", "from benchmarks import results"),
+        ("jaxspec.measuring.commands.compare", "from benchmarks import results"),
     ],
 )
 def test_a_wrong_import_is_noticed(name, line):

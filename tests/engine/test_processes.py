@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers.command import Papers
 from jaxspec import load
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.distributed import ProcessOptions, join, options_in
@@ -394,13 +393,6 @@ def test_two_processes_measure_as_one(tmp_path_factory, tmp_path, names, files):
         texts = [one["text"] for one in found["compare"]["results"]]
         assert texts == [load(model).generate("Once", max_new_tokens=4).text] * 2
         assert found["bench"]["runs"]["ngram"]["all"]["num_different"] == 0
-
-
-def test_what_one_process_measures():
-    """One line each."""
-    both = ModelOptions(mesh="model=8", processes=ProcessOptions(distributed=True))
-    with pytest.raises(ValueError, match="a paper is measured by one process; leave out `distributed`"):
-        Papers("sampling", model=both).run()
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""`benchmarks.llama_cpp`: its requests, its counts and its files; a stand-in plays the package xllamacpp."""
+"""llama.cpp in `benchmarks.peers`: its requests, its counts and its files; a stand-in plays the package xllamacpp."""
 
 import http.server
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from benchmarks import llama_cpp
+from benchmarks import peers
 from jaxspec.testing import reference
 from tests.files.test_gguf import WIDE
 from tests.gguf_files import write
@@ -71,8 +71,8 @@ def file(tmp_path_factory):
 
 
 def test_each_type_of_weights_runs_without_and_with_lookup(loaded, file, tmp_path):
-    runs = llama_cpp.llama_cpp_runs(file, tmp_path, 512, 3, lambda step: None)
-    types_of_weights = [llama_cpp.file_type(file), *(one.name for one in llama_cpp.CONVERTED)]
+    runs = peers.llama_cpp_runs(file, tmp_path, 512, 3, lambda step: None)
+    types_of_weights = [peers.file_type(file), *(one.name for one in peers.CONVERTED)]
     wanted = [f"llama.cpp {name}{end}" for name in dict.fromkeys(types_of_weights) for end in ("", " lookup")]
     assert list(runs) == wanted
     assert loaded[0].model.path == str(file)
@@ -88,16 +88,16 @@ def test_each_type_of_weights_runs_without_and_with_lookup(loaded, file, tmp_pat
     assert result.statistics.elapsed_ms - result.statistics.decode_ms == pytest.approx(7.0)
 
 
-@pytest.mark.parametrize("wanted", llama_cpp.CONVERTED, ids=lambda one: one.name)
+@pytest.mark.parametrize("wanted", peers.CONVERTED, ids=lambda one: one.name)
 def test_a_converted_file_is_the_same_model(wanted, tmp_path):
     source = write(tmp_path / "source.gguf", WIDE, reference.random_params(WIDE, 0), kind="Q4_0")
-    llama_cpp.convert(source, tmp_path / "converted.gguf", wanted)
+    peers.convert(source, tmp_path / "converted.gguf", wanted)
     before, after = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "converted.gguf")
     kept = {name for name in before.fields if not name.startswith("GGUF.")} - {"general.file_type"}
     assert kept <= set(after.fields)
     for name in kept:
         assert before.fields[name].contents() == after.fields[name].contents()
-    assert llama_cpp.file_type(tmp_path / "converted.gguf") == wanted.name
+    assert peers.file_type(tmp_path / "converted.gguf") == wanted.name
     assert [tensor.name for tensor in before.tensors] == [tensor.name for tensor in after.tensors]
     exact = wanted == GGMLQuantizationType.F32
     for old, new in zip(before.tensors, after.tensors, strict=True):
@@ -112,4 +112,4 @@ def test_a_converted_file_is_the_same_model(wanted, tmp_path):
 def test_without_the_package_one_line_says_how_to_install_it(monkeypatch, file, tmp_path):
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     with pytest.raises(ValueError, match="needs the package xllamacpp: pip install xllamacpp"):
-        llama_cpp.llama_cpp_runs(file, tmp_path, 512, 1, lambda step: None)
+        peers.llama_cpp_runs(file, tmp_path, 512, 1, lambda step: None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers import command as papers
+from benchmarks.papers.__main__ import main as papers
 from jaxspec.host import files, lock
 from jaxspec.io import model_files
 from tests.commands import called, write_model, write_tokenizer
@@ -223,10 +223,10 @@ def test_a_measurement_beside_another_in_its_output_is_refused(folder, tmp_path,
         else:
             words = {
                 "bench": ("bench", *model, *short, "--methods", "autoregressive", "--output", tmp_path),
-                "papers": ("sampling", *model, *short, "--output", tmp_path),
+                "papers": ("asd", *model, "--max-new-tokens", 2, "--limit", 1, "--output", tmp_path),
                 "search": ("search", *model, "--random", "--output", tmp_path / "plan.json"),
             }[command]
-            run = {"main": papers.main} if command == "papers" else {}
+            run = {"main": papers} if command == "papers" else {}
             status, _, said = called(capsys, *words, **run)
             assert status == 2
     assert f"{tmp_path} is in use by process 7 on elsewhere; wait until" in said

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import peers, peers_report, transformers_runs
+from benchmarks import peers
 from jaxspec.engine.language_model import load
 from jaxspec.texts.results import Result, Statistics
 from jaxspec.texts.text import Token
@@ -89,14 +89,14 @@ def test_ratios_of_the_same_texts(capsys, directory, stand_ins):
     assert re.findall(r"^jaxspec: (.+) tokens per second after one prompt$", said, re.MULTILINE) == [
         f"{run}: {1e3 / ms:.1f}" for run, ms in SPEEDS.items()
     ]
-    assert peers_report.table(report).splitlines() == [
+    assert peers.table(report).splitlines() == [
         "| tokens per second | plain | lookup | `auto` |",
         "| --- | --: | --: | --: |",
         "| jaxspec float32 | 50 |  | 100 |",
         "| transformers | 25 |  |  |",
         "| llama.cpp Q4_1 |  | 200 |  |",
     ]
-    last = peers_report.table_by_kind(report).splitlines()[-1]
+    last = peers.table_by_kind(report).splitlines()[-1]
     assert last == f"| llama.cpp Q4_1 lookup |{' 200 |' * 5} 4.00 (4.00–4.00) | 1.00 |"
 
 
@@ -143,7 +143,7 @@ def test_wrong_use_is_one_line(capsys, directory):
 
 @pytest.mark.full
 def test_the_time_of_a_peers_text_begins_with_its_first_tokens():
-    clock = transformers_runs._Clock()
+    clock = peers._Clock()
     for size in (4, 2, 1):
         clock.put(SimpleNamespace(numel=lambda size=size: size))
     assert clock.sizes == [4, 2, 1]

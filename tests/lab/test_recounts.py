@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import results
-from benchmarks.papers import asd_counts, replay, rules, s2d_counts
-from benchmarks.papers.options import PaperOptions
-from benchmarks.papers.workbench import Workbench
+from benchmarks.papers import adaspeed as adaspeed_paper
+from benchmarks.papers import asd as asd_paper
+from benchmarks.papers import s2d as s2d_paper
+from benchmarks.papers.counts import Bench, read
 from jaxspec.engine.language_model import load
-from jaxspec.host.files import read_json
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.tuning.s2d_sweep import sorted_draft
+from jaxspec.methods import AdaSPEED
 
 CHECKPOINTS = Path(results.DOCS).parent / "checkpoints"
 NEW, EOS = 128, 1
@@ -253,23 +253,20 @@ def s2d(target: Llama, case: str, prompt: Sequence[int]) -> list[float]:
     return found.work([*depths, heads])
 
 
-def again(paper: str, bench: Workbench, case: str, prompt: Sequence[int]) -> list[float]:
+def again(paper: str, bench: Bench, case: str, prompt: Sequence[int]) -> list[float]:
     """The same by the code that measures the papers."""
     if paper == "adaspeed":
         exit_layer, gamma = (float(one) for one in re.findall(r"[\d.]+", case))
-        texts = rules.texts(bench.lm, [prompt], NEW)
-        (record,) = rules.record(bench.lm, [prompt], texts, int(exit_layer))
-        counts = replay.replay(
-            record, rules.THRESHOLDS["product"](jnp.asarray([gamma], jnp.float32)), rules.LONGEST
-        )
-        drafted = int(counts.rounds[0] @ np.arange(rules.LONGEST + 1))
-        return [counts.tokens, int(counts.rounds.sum()), drafted * exit_layer, drafted]
-    if paper == "asd":
-        result, passes = asd_counts.Masks(bench).counting(ASDNumbers())(prompt)
+        method = AdaSPEED(exit_layer=int(exit_layer), gamma=gamma, num_draft_tokens=adaspeed_paper.LONGEST)
+        result, passes = adaspeed_paper._count(bench, method, prompt)
+    elif paper == "asd":
+        result, passes = asd_paper.Masks(bench).count(ASDNumbers(), prompt)
     else:
         thresholds = tuple(float(one) for one in re.findall(r"\d\.\d+", case))
-        setting = s2d_counts.Setting(sorted_draft(bench.lm, "sorted"), thresholds)
-        result, passes = s2d_counts._counting(bench, setting)(prompt)
+        made = sorted_draft(bench.lm, "sorted")
+        result, passes = s2d_paper.count(
+            bench, made.drafter, s2d_paper.Setting(made.params, thresholds), prompt
+        )
     return [result.statistics.num_tokens - 1, result.statistics.num_rounds, *passes]
 
 
@@ -283,14 +280,12 @@ def again(paper: str, bench: Workbench, case: str, prompt: Sequence[int]) -> lis
     ],
     ids=["asd", "adaspeed", "s2d"],
 )
-def test_published_counts_are_counted_again(paper, own, case):
-    target, stored = (
-        Llama("small"),
-        read_json(results.DOCS / "results" / f"{paper}-small.json")["counts"][case],
-    )
-    with Workbench(load("small"), PaperOptions(max_new_tokens=NEW)) as bench:
-        prompts = bench.encoded("reporting")
-        mine = [own(target, case, prompt) for prompt in prompts[:STORED]]
-        assert again(paper, bench, case, prompts[0]) == pytest.approx(mine[0])
+def test_published_counts_are_counted_again(paper, own, case, tmp_path):
+    target = Llama("small")
+    stored = read(results.DOCS / "results" / f"{paper}-small.json").cases[case]
+    bench = Bench(load("small"), tmp_path, max_new_tokens=NEW)
+    prompts = [tokens for _, tokens in bench.prompts("reporting")]
+    mine = [own(target, case, prompt) for prompt in prompts[:STORED]]
+    assert again(paper, bench, case, prompts[0]) == pytest.approx(mine[0])
     for own_counts, tokens, count, passes in zip(mine, *stored, strict=False):
         assert own_counts == pytest.approx([tokens, count, *passes])

@@ -1,4 +1,4 @@
-"""What tuning counts by, the intervals of what is reported, and the oracle that other stop rules stand beside."""
+"""What tuning counts by, and the intervals of what is reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import types
 
 import pytest
 
-from benchmarks.papers.oracle import oracle
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.measuring.bench import prompts, speed
@@ -17,7 +16,6 @@ from jaxspec.measuring.tuning import objectives
 from jaxspec.measuring.tuning.texts import read_prompts
 from jaxspec.measuring.tuning.tuning_options import PromptOptions
 from jaxspec.methods import registry
-from jaxspec.model import llama
 from jaxspec.texts.results import Result, Statistics
 from jaxspec.texts.text import Token
 from tests import tiny
@@ -160,28 +158,3 @@ def test_an_interval_is_that_of_other_prompts():
     ratio, interval = speed.speed_ratio(plain, plain)
     assert (ratio, interval) == (1.0, (1.0, 1.0))
     assert speed.speed_ratio([[result(1, 0.0)]], [[result(1, 0.0)]]) == (None, None)
-
-
-# The oracle
-
-
-@pytest.mark.slow
-def test_the_oracle_drafts_what_is_accepted_and_no_more():
-    """At least one token, which may be wrong; never a wrong one after a right one."""
-    model = deep()
-    for text in ("abc", "cde"):
-        prompt = model.encode(text)
-        plain = model.generate(prompt, method="autoregressive", max_new_tokens=24, ignore_eos=True)
-        for exit_layer in (1, 2):
-            draft = (model.config.truncated(exit_layer), llama.truncate(model.params, exit_layer))
-            rule = oracle(model, prompt, plain.tokens, draft, 24)
-            drafter = LayerSkip(model.config, exit_layer, rule, 5)
-            mine = model.generate(prompt, method=drafter, max_new_tokens=24, ignore_eos=True)
-            assert mine.tokens == plain.tokens
-            counts = mine.statistics
-            wrong = counts.num_draft_tokens - counts.num_accepted_tokens
-            assert wrong <= counts.acceptance_histogram[0]
-            whole = LayerSkip(model.config, exit_layer, num_draft_tokens=5)
-            other = model.generate(prompt, method=whole, max_new_tokens=24, ignore_eos=True).statistics
-            assert counts.num_rounds == other.num_rounds
-            assert counts.num_draft_tokens < other.num_draft_tokens
