@@ -31,7 +31,7 @@ PAGES = (*TABLES, *MEASURING, "laboratory.md")
 STUBS = """
 say() { python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >&3; }
 for name in jaxspec python pytest pip awk head cp; do eval "$name() { say $name \\"\\$@\\"; }"; done
-git() { return 1; }  # what follows a checkout is of another commit
+git() { return 1; }  # what follows is of another commit
 exec 3>&1 >/dev/null
 cd "$1"
 """
@@ -40,7 +40,7 @@ cd "$1"
 def printed(page: str, folder: Path) -> list[list[str]]:
     """The commands that a page prints, as words, without those that begin with an environment."""
     text = (results.DOCS / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(?!git checkout \w+\n)(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```bash\n(?!git worktree add [^&\n]*\n)(.*?)^```", text, re.DOTALL | re.MULTILINE)
     script = STUBS + "\n".join(blocks) + "true\n"
     ran = subprocess.run(["bash", "-c", script, "page", folder], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in ran.stdout.splitlines()]
@@ -116,7 +116,7 @@ def test_printed_commands_can_be_read(page, tmp_path, monkeypatch):
         monkeypatch.setattr(one, "run", run)
     monkeypatch.setattr(papers.Papers, "run", lambda self: 0)
     found = printed(page, tmp_path)
-    assert found or "git checkout" in (results.DOCS / page).read_text("utf-8")
+    assert found or "git worktree" in (results.DOCS / page).read_text("utf-8")
     for name, *words in found:
         if name == "jaxspec" and words[0] in commands:
             assert main(words) == 0, words
