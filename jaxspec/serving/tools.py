@@ -123,10 +123,9 @@ def _ways(
 def _way(chat: ChatTemplate, variables: Mapping[str, Any]) -> int | None:
     """Returns the index of the template's way in `_ways`; None if it renders no tool in any."""
     for index, (messages, more) in enumerate(_ways([_ASK], [_TOOL])):
-        with contextlib.suppress(ValueError):
-            # A list that is printed as Python's, or a text that is quoted again, is not meant.
-            if ("toolxq" if more else '"toolxq"') in chat.prompt(messages, {**variables, **more}):
-                return index
+        # A list that is printed as Python's, or a text that is quoted again, is not meant.
+        if ("toolxq" if more else '"toolxq"') in chat.probe(messages, {**variables, **more}):
+            return index
     return None
 
 

@@ -39,8 +39,8 @@ TEMPLATES = {
     "granite 3.2": (
         "{% if messages[0].role == 'system' %}{% set said = messages[0].content %}"
         "{% set rest = messages[1:] %}{% else %}"
-        "{% set rest = messages %}{% set said = 'You are Granite.' %}{% if documents %}"
-        "{% set said = said + documents[0] %}"
+        "{% set rest = messages %}{% set said = 'I am Granite.' %}{% if tools %}{% set said = said + tools[0].name %}"
+        "{% elif documents %}{% set said = said + documents[0] %}"
         "{% elif thinking %}{% set said = said + ' Write your thoughts after \\'Here is my thought process:\\' and the "
         "response after \\'Here is my response:\\'.' %}{% endif %}{% endif %}<|system|>{{ said }}"
         "{% for m in rest %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
@@ -83,8 +83,8 @@ TEMPLATES = {
         "{% set end = '</seed:think>' %}{% set thinking_budget = thinking_budget | default(-1) %}"
         "{% for m in messages %}{{ m.content }}"
         "{% if m.reasoning_content %}<seed:think>{{ m.reasoning_content }}{{ end }}"
-        "{% endif %}{% endfor %}<seed:bos>assistant\n"
-        "{% if thinking_budget == 0 %}<seed:think>The budget is 0.{{ end }}{% endif %}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<seed:bos>assistant\n"
+        "{% if thinking_budget == 0 %}<seed:think><seed:cot_budget_reflect>{% endif %}{% endif %}"
     ),
     "magistral": (
         "{% if messages[0].role == 'system' %}{% set said = messages[0].content %}{% else %}"
@@ -126,6 +126,8 @@ GRANITE = ("Here is my thought process:", "Here is my response:")
         ("granite 3.3", SYSTEM, {}, None),
         ("granite 3.3", None, {"thinking": False}, None),
         ("granite 3.3", None, {"thinking": True}, MAY),
+        ("granite 3.3", None, {"tools": [{"name": "now"}]}, None),
+        ("granite 3.3", None, {"tools": [{"name": "now"}], "thinking": True}, None),
         ("granite 3.3", SYSTEM, {"thinking": True}, None),  # the template ignores the variable then
         ("granite 3.3", "Think in <think></think>.", {}, MAY),
         ("smollm 3", None, {}, MAY),
@@ -144,7 +146,7 @@ GRANITE = ("Here is my thought process:", "Here is my response:")
         ("nemotron", NO, {}, None),
         ("seed", None, {}, ("<seed:think>", "</seed:think>")),
         ("seed", None, {"thinking_budget": 512}, ("<seed:think>", "</seed:think>")),
-        ("seed", None, {"thinking_budget": 0}, None),
+        ("seed", None, {"thinking_budget": 0}, "</seed:think>"),
         ("magistral", None, {}, ("[THINK]", "[/THINK]")),
         ("magistral", SYSTEM, {}, None),
         ("on by a text", None, {}, MAY),
@@ -175,3 +177,22 @@ def test_an_answer_goes_on_where_it_was(said, found):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
     chat = ChatTemplate(TURNS + "{# </think> #}")
     assert chat.reasoning(messages, {}) == found
+
+
+def test_a_request_does_not_render_what_shows_a_property_of_the_template_again(monkeypatch):
+    rendered = []
+    own = ChatTemplate.render
+
+    def render(self, *args, **options):
+        rendered.append(args)
+        return own(self, *args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    chat = ChatTemplate(TEMPLATES["qwen 3"] + "{# a template that no other test has #}")
+    counts = []
+    for text in ("Hi", "Hello", "Good morning"):
+        before = len(rendered)
+        assert chat.reasoning([{"role": "user", "content": text}], {}) == MAY
+        counts.append(len(rendered) - before)
+    assert counts[0] > 2
+    assert counts[1:] == [2, 2]  # the prompt with and without what asks for the answer

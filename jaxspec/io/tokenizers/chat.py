@@ -7,6 +7,7 @@ training: a template cannot reach Python's objects, files or commands.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -38,8 +39,8 @@ REASONING = (
 )
 _MOST_NAMES = 16  # names in a template that are tried as variables for its reasoning
 _MOST = 200  # characters of a template's error message
-# A role that no template has, and OpenAI's name for the system message.
-_NO_ROLE, _DEVELOPER = "norolexq", "developer"
+# OpenAI's name for the role of the system message.
+_DEVELOPER = "developer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +100,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         given = {"conversations": [list(messages)], **self.special_tokens, **(variables or {})}
-        # A template gets values of JSON; another value becomes a placeholder, as in transformers.
-        plain = json.loads(json.dumps(given, default=lambda value: f"<{type(value).__name__}>"))
+        plain = json.loads(_json(given))
         template = self.chosen(variables)
         marks_answers = not (ask or go_on) and _GENERATION.search(template) is not None
         try:
@@ -129,23 +129,20 @@ class ChatTemplate:
         go_on = bool(messages) and messages[-1].get("role") == "assistant"
         return self.render(messages, ask=not go_on, go_on=go_on, variables=variables).text
 
+    def probe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """Returns `prompt` of a short conversation that shows a property of the template; "" if it is refused.
+
+        The latest of them are kept, so that a request does not render them again.
+        """
+        given = (self.special_tokens, messages, variables or {})
+        return _probed(self.chosen(variables), *map(_json, given))
+
     def known(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
     ) -> list[Mapping[str, Any]]:
-        """Returns the messages with the role `system` for OpenAI's `developer`, unless the template knows `developer`.
-
-        It knows a role that it renders otherwise than a name of no role.
-        """
-        if all(message.get("role") != _DEVELOPER for message in messages):
-            return list(messages)
-        texts = []
-        for role in (_DEVELOPER, _NO_ROLE):
-            named = [{**one, "role": role} if one.get("role") == _DEVELOPER else one for one in messages]
-            try:
-                texts.append(self.prompt(named, variables).replace(_NO_ROLE, _DEVELOPER))
-            except ValueError:
-                texts.append("")
-        role = "system" if texts[0] == texts[1] else _DEVELOPER
+        """Returns the messages with the role `system` for OpenAI's `developer`, unless the template names that."""
+        known = re.search(rf"['\"]{_DEVELOPER}['\"]", self.chosen(variables))
+        role = _DEVELOPER if known else "system"
         return [{**one, "role": role} if one.get("role") == _DEVELOPER else one for one in messages]
 
     def check(
@@ -208,31 +205,31 @@ class ChatTemplate:
         messages, template = self.known(messages, variables), self.chosen(variables)
         if begin not in template and end not in template:
             return None
-        text = self.prompt(messages, variables).rstrip()
-        if text.endswith(begin):
-            return end
-        if text.endswith(end):
-            return None
+        text = self.prompt(messages, variables)
         last = messages[-1] if messages else {}
-        if last.get("role") == "assistant" and (said := str(last.get("content") or "").strip()):
+        said = str(last.get("content") or "").strip() if last.get("role") == "assistant" else None
+        if said:
             return end if said.rfind(begin) > said.rfind(end) else None
-
-        def shown(system: bool, **more: bool) -> str:
-            """Returns the prompt of a short conversation, with or without the system messages; "" if there is none."""
-            kept = [one for one in messages if system and one.get("role") in ("system", _DEVELOPER)]
-            short = [*kept, {"role": "user", "content": "Hi"}]
-            try:
-                return self.prompt(short, {**(variables or {}), **more}).rstrip()
-            except ValueError:
-                return ""
-
-        # Names that may be variables for it, such as Qwen3's `enable_thinking`.
+        if text.rstrip().endswith((begin, end)):
+            return end if text.rstrip().endswith(begin) else None
+        # Seed-OSS begins the reasoning with more than that text.
+        before = text if said is not None else self.render(messages, ask=False, variables=variables).text
+        begun, ended = (text.count(one) - before.count(one) for one in pair)
+        if begun or ended:
+            return end if begun > ended else None
+        hello = {"role": "user", "content": "Hi"}
+        system = [one for one in messages if one.get("role") in ("system", _DEVELOPER)]
+        if end in self.probe([*system, hello], variables):
+            return pair
+        # Names that may be variables for it, such as Qwen3's `enable_thinking`. Tools may replace what they add.
         words = dict.fromkeys(re.findall(r"[\w.'\"]+", template))
         names = [one for one in words if one.isidentifier() and re.search("think|reason", one)][:_MOST_NAMES]
-        if end in shown(True) or any(shown(True, **{name: False}).endswith(end) for name in names):
+        alone = {name: value for name, value in (variables or {}).items() if "tools" not in name}
+        on, off = ([self.probe([hello], alone | {name: value}) for name in names] for value in (True, False))
+        shown = [self.probe([hello], alone), *on]
+        if any(one.rstrip().endswith(end) for one in off):
             return pair
-        asked = (shown(False), *(shown(False, **{name: True}) for name in names))
-        return None if any(end in one or one.endswith(begin) for one in asked) else pair
+        return None if any(end in one or one.rstrip().endswith(begin) for one in shown) else pair
 
 
 def quiet_transformers() -> Any:
@@ -250,6 +247,20 @@ def quiet_transformers() -> Any:
     import transformers
 
     return transformers
+
+
+def _json(value: Any) -> str:
+    """Returns JSON. A template gets its values; another value becomes a placeholder, as in transformers."""
+    return json.dumps(value, default=lambda value: f"<{type(value).__name__}>")
+
+
+@functools.lru_cache(maxsize=64)
+def _probed(template: str, tokens: str, messages: str, variables: str) -> str:
+    """Returns the prompt of values in JSON, see `ChatTemplate.probe`."""
+    try:
+        return ChatTemplate(template, json.loads(tokens)).prompt(json.loads(messages), json.loads(variables))
+    except ValueError:
+        return ""
 
 
 def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
