@@ -65,6 +65,8 @@ _NESTED: dict[str, tuple[str, ...]] = {
     "structured_outputs": tuple(_WORDS),
     "stream_options": ("include_usage",),
     "tools": ("type", "function"),
+    # transformers makes `return` of a function's annotations, and templates print it.
+    "tools.function": ("name", "description", "parameters", "strict", "return"),
     "tool_choice": ("type", "function"),
     "tool_choice.function": ("name",),
 }
@@ -374,10 +376,10 @@ def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Mapping[st
         raise BadField(f"tools is {shown(tools)}; give {wanted}", "tools")
     for tool in tools:
         own = _object("tools", tool, wanted)
-        function = own.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        is_function = isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII)
-        if not isinstance(function, Mapping) or not is_function or own.get("type", "function") != "function":
+        function = _object("tools.function", own.get("function"), wanted)
+        name = function.get("name")
+        is_named = isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII)
+        if not is_named or own.get("type", "function") != "function":
             raise BadField(f"tools is {shown(tools)}; give {wanted}", "tools")
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise BadField(

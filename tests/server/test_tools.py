@@ -469,6 +469,11 @@ def test_forms_that_are_not_read_are_one_line():
         ({"tools": [{"function": {"name": "a b"}}]}, "tools", "give a list of functions"),
         ({"tools": [NOW | {"type": "custom"}]}, "tools", "give a list of functions"),
         ({"tools": [NOW | {"name": "now"}]}, "tools", "unknown field 'name' of tools; give type, function"),
+        (
+            {"tools": [{"function": {"name": "a", "params": {}}}]},
+            "tools",
+            "unknown field 'params' of tools.function; give name, description, parameters, strict, return",
+        ),
         ({"tools": [{"function": {"name": "a", "strict": "yes"}}]}, "tools", "strict of a function is 'yes'"),
         ({"tools": [{"function": {"name": "a", "parameters": 5}}]}, "tools", "parameters of a is 5"),
         ({"tools": [NOW], "tool_choice": "now"}, "tool_choice", "give auto, none, required"),
