@@ -17,7 +17,7 @@ from jaxspec.grammar.table import TokenTable
 from jaxspec.host.arguments import listed, real, whole
 from jaxspec.host.messages import shown
 from jaxspec.io.hf.generation_json import NO_RULES, Rules
-from jaxspec.io.tokenizers.chat import text_of
+from jaxspec.io.tokenizers.chat import NO_EFFECT, text_of, unknown_fields
 from jaxspec.model.config import LlamaConfig
 from jaxspec.sampling import is_greedy
 from jaxspec.texts.grammars import packed
@@ -336,6 +336,8 @@ def _call(name: str, call: Any) -> dict[str, Any]:
         raise ValueError(
             f"{name} is {shown(call)}; give an object with `function`, with a `name` and the JSON object `arguments`"
         )
+    for field in (*unknown_fields(call), *unknown_fields(function)):
+        raise ValueError(f"{name} {NO_EFFECT.format(shown(field))}")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 

@@ -349,6 +349,7 @@ def tokens_of(text, used):
     return ids
 
 
+CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 # Templates of the families, shortened to what tools and calls need.
 TEMPLATES = {
     "qwen": (
@@ -365,9 +366,7 @@ TALK = [
         "role": "assistant",
         "content": None,
         "refusal": None,
-        "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-        ],
+        "tool_calls": [CALLED],
     },
     {"role": "tool", "tool_call_id": "1", "content": "Sunny."},
 ]
@@ -404,6 +403,31 @@ def test_a_template_gets_tools_calls_and_results(name):
     without = request_of(CHAT, {"messages": TALK[:2], "tools": [WEATHER], "tool_choice": "none"})
     assert encoded(lm, without).form is None
     assert "weather" not in lm.tokenizer.decode(encoded(lm, without).ids[0])
+
+
+def test_fields_of_messages_that_templates_read_or_that_are_about_no_text_are_taken():
+    lm, _ = scripted(
+        "{% for m in messages %}{{ m.content }}{{ m.mood }}{% endfor %}{{ messages[-1] | tojson }}"
+    )
+    about_none = {
+        "annotations": [{"type": "url"}],
+        "cache_control": {"type": "ephemeral"},
+        "audio": None,
+        "likes": [],
+    }
+    message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}], **about_none}
+    for more in ({}, {"mood": "glad"}, {"colour": "red"}):
+        text = lm.tokenizer.decode(lm.encode([message | more]))
+        assert all(value in text for value in more.values())
+    with pytest.raises(ValueError, match=r"messages\[0\] has the field 'colour', which has no effect"):
+        lm.encode([message | {"colour": "red"}, message])
+
+
+def test_a_json_object_with_a_schema_follows_it():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_object", "schema": schema}
+    request = request_of(CHAT, {"messages": TALK[:2], "response_format": form})
+    assert request.grammar == (Grammar.json_schema(schema), "response_format")
 
 
 def test_the_grammar_of_a_request_follows_from_its_tools():
@@ -519,6 +543,26 @@ def test_forms_that_are_not_read_are_one_line():
             },
             "messages",
             "`arguments`",
+        ),
+        ({"messages": [TALK[0], TALK[1] | {"weight": 1}]}, "messages", "messages[1] has the field 'weight'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "detail": "low"}]}]},
+            "messages",
+            "messages[0] has the field 'detail' in a part",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALLED | {"weight": 1}]}]},
+            "messages",
+            "messages[0].tool_calls[0] has the field 'weight'",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": CALLED["function"] | {"result": "a"}}]}
+                ]
+            },
+            "messages",
+            "messages[0].tool_calls[0] has the field 'result'",
         ),
     ],
 )

@@ -394,9 +394,7 @@ def place_leaves(
     def fill(host: np.ndarray, sources: list[Source]) -> np.ndarray:
         for source in sources:
             part = host.reshape(source.split)[source.index]
-            with np.errstate(over="ignore"):  # it is checked
-                part[...] = source.part(fetch(source)).reshape(part.shape)
-        _check_finite(host, ((source.name, fetch(source)) for source in sources))
+            tensors.copy_finite(source.name, source.part(fetch(source)).reshape(part.shape), part)
         return host
 
     with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
@@ -468,18 +466,9 @@ def _shard(
             begin = cover.start + first * cover.step - rows.start
             here.append(slice(begin, begin + (last - first) * cover.step, cover.step))
         if all(rows.start < rows.stop for rows in there):
-            host[tuple(here)] = tensor.reshape([len(cover) for cover in covered])[tuple(there)]
-    _check_finite(host, ((source.name, tensor) for source, tensor in parts))
+            numbers = tensor.reshape([len(cover) for cover in covered])[tuple(there)]
+            tensors.copy_finite(source.name, numbers, host[tuple(here)])
     return host
-
-
-def _check_finite(host: np.ndarray, parts: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Refuses a leaf, or a shard of it, with NaN or infinity, by the first such tensor among its parts."""
-    if tensors.is_finite(host):
-        return
-    for name, tensor in parts:
-        tensors.check_finite(name, tensor)
-    raise ValueError(f"tensor {name} has numbers beyond the range of {host.dtype}; give another dtype")
 
 
 def _covered(shape: tuple[int, ...], source: Source) -> list[range]:

@@ -37,8 +37,14 @@ REASONING = (
     ("[THINK]", "[/THINK]"),
     ("Here is my thought process:", "Here is my response:"),
 )
+# The fields of messages, their parts and their calls that chat templates read, or that are about no text, such as those
+# that servers return with an answer. Another field of a message is for a template that reads it.
+_FIELDS = frozenset(
+    ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal")
+) | {"annotations", "cache_control", "id", "index", "type", "text", "function", "arguments"}
 _MOST_NAMES = 16  # names in a template that are tried as variables for its reasoning
 _MOST = 200  # characters of a template's error message
+NO_EFFECT = "has the field {}, which has no effect on the prompt; leave it out"
 # OpenAI's name for the role of the system message.
 _DEVELOPER = "developer"
 
@@ -151,8 +157,17 @@ class ChatTemplate:
         """Checks that each message has an effect on the prompt: that its text, or else its calls, are rendered.
 
         Raises:
-          ValueError: a message has none, or as `render`; one line.
+          ValueError: a message or a field of it has none, or as `render`; one line.
         """
+        template = self.chosen(variables)
+        for index, message in enumerate(messages):
+            for name in unknown_fields(message):
+                if name in template:
+                    continue
+                rest = {key: value for key, value in message.items() if key != name}
+                others = [*messages[:index], rest, *messages[index + 1 :]]
+                if self.prompt(others, variables) == self.prompt(messages, variables):
+                    raise ValueError(f"messages[{index}] {NO_EFFECT.format(shown(name))}")
         marked = [_marked(message, f"mark{index}q") for index, message in enumerate(messages)]
         try:
             text = self.prompt(marked, variables)
@@ -276,6 +291,11 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     return {**message, "tool_calls": [{**call, **marked} for call, marked in pairs]}
 
 
+def unknown_fields(given: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of a message, a part or a call that may have no effect; one that is empty asks for nothing."""
+    return [str(name) for name, value in given.items() if value and name not in _FIELDS]
+
+
 def text_of(content: Any) -> Any:
     """Returns the content of a message; the texts of several parts are joined by line ends, as in llama.cpp.
 
@@ -283,7 +303,7 @@ def text_of(content: Any) -> Any:
       content: a list of parts, or anything else, which is returned unchanged.
 
     Raises:
-      ValueError: a part is not text; the caller puts the name of the message before the error.
+      ValueError: a part is not text, or has another field; the caller puts the name of the message before the error.
     """
     if not isinstance(content, (list, tuple)) or not content:
         return content
@@ -293,6 +313,8 @@ def text_of(content: Any) -> Any:
             raise ValueError(
                 f'has the part {shown(part)}; give a text, or parts such as {{"type": "text", "text": "Hi"}}'
             )
+        for name in unknown_fields(part):
+            raise ValueError(NO_EFFECT.format(f"{shown(name)} in a part"))
     return "\n".join(part["text"] for part in content)
 
 
