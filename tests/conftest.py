@@ -19,9 +19,9 @@ from tests import data, xla
 # The slowest files run first, so that no worker runs one of them alone at the end. By default xdist begins with the
 # files with the most tests.
 LONGEST = (
-    *("conformance", "accelerator", "notebooks", "auto", "exact", "training_run", "choosing_drafter"),
-    *("prefix", "session", "self_speculation", "conversation", "docs", "training_memory", "counted"),
-    *("compiled", "processes", "eagle", "paper_s2d", "training_elastic", "training_precision"),
+    *("conformance", "notebooks", "auto", "exact", "training_run", "choosing_drafter"),
+    *("prefix", "session", "self_speculation", "conversation", "docs", "training_memory"),
+    *("compiled", "processes", "eagle", "training_elastic", "training_precision"),
 )
 
 
@@ -29,11 +29,7 @@ LONGEST = (
 METHOD = "JAXSPEC_TEST_METHOD"
 # With this variable, a skipped test fails unless its reason is here: CI has all packages and the shared data.
 NO_SKIPS = "JAXSPEC_TEST_NO_SKIPS"
-MAY_SKIP = {
-    "needs chromium or google-chrome in PATH": "a browser is no package of Python",
-}
-if not data.DATA.is_dir():
-    MAY_SKIP["the shared data is not here"] = "it is no part of the repository"
+MAY_SKIP = set() if data.DATA.is_dir() else {"the shared data is not here"}
 _PROGRAMS = pytest.StashKey[str]()
 
 

@@ -234,11 +234,6 @@ class Result:
             "config are damaged, or float16 overflows (then use float32, or bfloat16 where the device has it)"
         )
 
-    @property
-    def draft_lengths(self) -> list[int]:
-        """The number of draft tokens that each round after the prefill verified."""
-        return [verified for verified, _ in played_rounds(self.token_records)]
-
 
 @dataclasses.dataclass(frozen=True)
 class Piece:

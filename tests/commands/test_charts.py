@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxspec.console.tables import Table
 from jaxspec.measuring import charts
-from jaxspec.measuring.charts import Curve, bars, beside, curves
+from jaxspec.measuring.charts import Curve, bars, curves
 
 LONG = "layerskip --exit-layer 3 --stop-rule confidence --gamma 0.5"
 
@@ -50,11 +50,6 @@ def test_long_labels_wrap_and_stay_in_their_column():
     assert max(len(text) for _, text in label) <= 17
     assert all(later - earlier >= 15 for (earlier, _), (later, _) in itertools.pairwise(label))
     assert max(x for x, _, _ in texts(chart)) < chart.width
-
-
-def test_an_empty_chart_is_drawn():
-    ElementTree.fromstring(str(bars({"a": None}, {}, title="", label="y")))
-    ElementTree.fromstring(str(curves({"a": Curve([])}, x="x", y="y", title="t")))
 
 
 def test_a_curve_is_interrupted_where_there_is_no_value():
@@ -100,14 +95,6 @@ def test_the_legend_has_as_many_lines_as_necessary():
     assert list(where) == names
     assert len({y for _, y in where.values()}) > 2
     assert all(x + 6 * len(names[0]) < chart.width for x, _ in where.values())
-
-
-def test_charts_beside_each_other():
-    one = bars({"x": 1.0}, {}, title="a", label="b")
-    both = beside(one, one)
-    ElementTree.fromstring(both._repr_svg_())
-    assert both.width > 2 * one.width
-    assert str(both).count("<rect") == 2
 
 
 def test_a_table_is_as_wide_as_the_terminal_and_complete():

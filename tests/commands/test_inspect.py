@@ -208,13 +208,6 @@ def test_nothing_compiles_while_times_are_taken(lm, monkeypatch):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_times_are_real(report):
-    assert list(report["time_ms"]) == ["attention", "mlp"]
-    assert all(0 <= ms < 1000 for ms in report["time_ms"].values())
-    prompts = [entry["prompt_tokens"] + entry["new_tokens"] for entry in report["prompts"]]
-    assert report["live_tokens"] == round(sum(prompts) / len(prompts))
-
-
 @pytest.mark.full
 def test_one_layer(monkeypatch):
     monkeypatch.setattr(home, "sublayer_ms", lambda *_: {"attention": 1.0, "mlp": 2.0})
@@ -294,32 +287,6 @@ def test_json(run, model, tmp_path, monkeypatch):
         assert len(entry["exit_agreement"]) == len(entry["similarity"]["mlp"]) == 2
 
 
-def test_tables(run, report, model, monkeypatch):
-    asked = {}
-
-    def inspect_model(lm, prompts, *, on_progress, **options):
-        asked.update(prompts=prompts, **options)
-        # A prompt is text, whatever a table would make of it.
-        return report | {"prompts": [entry | {"prompt": "[bold]two\nlines"} for entry in report["prompts"]]}
-
-    monkeypatch.setattr(home, "inspect_model", inspect_model)
-    status, out, err = run("inspect", "--model", model)
-    assert (status, err) == (0, "")
-    defaults = {"asd": ASDNumbers(), "max_new_tokens": None}
-    assert asked == {"prompts": None} | defaults
-    rows = [line.split() for line in out.splitlines()]
-    attention, mlp = report["similarity"]["attention"], report["similarity"]["mlp"]
-    for name, key in (("minimum", "min"), ("maximum", "max"), ("mean", "mean"), ("median", "median")):
-        assert [name, "ACS", f"{attention[key]:.3f}", f"{mlp[key]:.3f}"] in rows
-    last = (attention["by_layer"][2], mlp["by_layer"][2], 1)
-    assert ["3", *(f"{value:.3f}" for value in last)] in rows
-    masks = [entry["mask"] for entry in report["prompts"]]
-    shown = [row for row in rows if row[:2] == ["[bold]two", "lines"]]
-    assert [row[2] for row in shown] == [_marks(mask, 3) for mask in masks]
-    assert [row[-2] for row in shown] == [f"{100 * mask['weights_read']:.0f}" for mask in masks]
-    assert max(map(len, out.splitlines())) <= 80
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -348,11 +315,3 @@ def test_bad_input(run, model, tmp_path, monkeypatch, arguments, message):
     given = arguments if "--model" in arguments else [*arguments, "--model", model]
     assert re.search(message, one_error(run, "inspect", *given))
     assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.full
-def test_help_is_quick(run):
-    status, out, err = run("inspect", "--help")
-    assert (status, err) == (0, "")
-    assert "usage: jaxspec inspect [-h] [OPTIONS] [PROMPTS ...]" in out
-    assert "None" not in out

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -211,36 +209,3 @@ def test_measurements_are_reported_as_they_come(monkeypatch):
     assert [row[0] for row in table(reports[-1]).rows] == ["autoregressive", "ngram"]
     assert "<td>ngram</td>" in table(found)._repr_html_()
     assert re.search(r"^ngram +\d+ ", repr(table(found)), re.MULTILINE)
-
-
-COMMAND = [
-    *(sys.executable, "-m", "jaxspec", "compare", "Once", "--methods", "ngram", "--model", "small"),
-    *("--max-new-tokens", "8", "--repeats", "1"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_the_command_in_a_terminal_and_in_a_pipe():
-    import pty
-
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    main, side = pty.openpty()
-    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=side, env=environment)
-    os.close(side)
-    written = b""
-    while True:
-        try:
-            got = os.read(main, 4096)
-        except OSError:  # the end on Linux
-            break
-        if not got:
-            break
-        written += got
-    table, _ = process.communicate()
-    assert process.returncode == 0
-    shown = written.decode()
-    assert "jaxspec: loading the model" in shown or "jaxspec: compiling " in shown
-    assert b"times plain" in table
-    piped = subprocess.run(COMMAND, capture_output=True, env=environment, check=True)
-    assert not [line for line in piped.stderr.decode().splitlines() if "warning" not in line]

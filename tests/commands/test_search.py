@@ -20,8 +20,6 @@ from jaxspec.costs.rounds import LONGEST, Prediction, StepCosts, predicted_speed
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan
-from jaxspec.measuring.commands.search import _parts
-from jaxspec.measuring.output import show
 from jaxspec.measuring.tuning import mask_search as bench
 from jaxspec.measuring.tuning import objectives, round_costs
 from jaxspec.measuring.tuning.mask_search import search
@@ -315,18 +313,6 @@ def test_a_log_of_another_search_is_refused(deep, tmp_path):
         run(deep, tmp_path / "nowhere" / "log", trials=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"trials": 0}, "trials is 0; give at least 1"),
-        ({"seed": -1}, "seed is -1"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        SearchOptions(**options)
-
-
 # The command
 
 
@@ -402,30 +388,6 @@ def test_an_interrupted_command_leaves_the_best_so_far(model, tmp_path, capfd, m
         assert command(model, tmp_path, *patience) == 130
     assert capfd.readouterr().err == "jaxspec: interrupted\n"
     assert not (tmp_path / "other.json").exists()
-
-
-def test_the_table_fits_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    entry = {
-        "trials": 200,
-        "agreement": 0.9,
-        "num_draft_tokens": 12,
-        "predicted_speedup": 1.2,
-        "seconds": 6000.0,
-    }
-    entry |= {"skip_attention": list(range(12)), "skip_mlp": list(range(12)), "search": "exhaustive"}
-    report = {
-        "model": "large",
-        "dtype": "float32",
-        "device": "cpu",
-        "num_masks": 2**20,
-    }
-    show(report | {"searches": [entry, entry], "best": entry, "output": "x"}, False, _parts)
-    out = capsys.readouterr().out
-    assert out.count("exhaustive") == 2
-    assert re.search(r"exhaustive +200 +6000 +12 \+ 12 ", out)
-    assert "1.049e+06 masks" in out
-    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -458,11 +458,6 @@ def test_records_come_back_from_json():
 # What is shown
 
 
-def test_the_same_text_is_beside_the_run():
-    """The column stays visible where the table is wider than the screen."""
-    assert next(iter(columns(measured()))) == "same\ntext"
-
-
 # Words
 
 
@@ -517,16 +512,6 @@ def test_the_command_on_a_model(run, model, tmp_path):
     assert (
         "belongs to another benchmark: its temperature is 0.0, now 1.0; give the same, add --no-resume" in err
     )
-
-
-def test_what_is_measured_by_default(run, model, monkeypatch):
-    found = []
-    monkeypatch.setattr(suite.Suite, "measure", lambda self, told: found.append(self.runs) or 1 / 0)
-    run("--model", model)
-    usual = ["adaspeed", "asd", "layerskip", "ngram", "suffix", "token-recycling"]
-    assert found == [["autoregressive", *usual]]
-    run("--model", model, "--run", "ngram")
-    assert found[1:] == [["autoregressive", "ngram"]]
 
 
 @pytest.mark.full
@@ -601,13 +586,6 @@ def test_wrong_use_is_one_line(run, model, arguments, message):
     status, _, err = run(*given, *arguments)
     assert (status, err.count("\n")) == (2, 1), err
     assert err.startswith("jaxspec: error: " + message)
-
-
-def test_an_output_that_cannot_be_is_refused(run, model, tmp_path):
-    (tmp_path / "file").write_text("")
-    status, _, err = run("--model", model, "--output", tmp_path / "file" / "x")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "cannot be a directory" in err
 
 
 # Peers

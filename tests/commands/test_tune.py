@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jaxspec.measuring.tuning import asd_sweep, race, s2d_sweep
 from jaxspec.measuring.tuning.asd_sweep import tune_asd
 from jaxspec.measuring.tuning.s2d_sweep import s2d_grid, sorted_draft, tune_s2d
 from jaxspec.measuring.tuning.texts import prepare_texts
-from jaxspec.measuring.tuning.tuning_options import ASDGrid, S2DGrid, Sweep
+from jaxspec.measuring.tuning.tuning_options import ASDGrid, Sweep
 from tests import tiny
 from tests.commands import CONFIG, write_model, write_tiny, write_tokenizer
 
@@ -283,11 +282,6 @@ def test_the_fastest_thresholds_win(deep, monkeypatch):
     assert len(report["results"]) == report["settings"] == 21
     with pytest.raises(ValueError, match=r"the draft has one exit \(2 layers\)"):
         tune_s2d(deep, PROMPTS, S2D(deep.config, (2,), jnp.zeros(0)))
-
-
-def test_wrong_thresholds():
-    with pytest.raises(ValueError, match=re.escape("`thresholds` has (0.5, 1.5); give numbers from 0 to 1")):
-        S2DGrid(thresholds=(0.5, 1.5))
 
 
 def test_thresholds_fit_a_draft_and_its_quantised_copy(model, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from jaxspec.model.tree import Shape, Tree
 from jaxspec.protocol import Proposal
 from jaxspec.sampling import Greedy, Sampling
 from tests import tiny
-from tests.commands import PROMPT, called, write_tiny
 
 V, K, ROWS = 5, 3, 400
 
@@ -147,19 +144,3 @@ def test_a_result_says_so():
     assert lm.generate([3, 4, 3, 4], no_tree=True, num_draft_tokens=2, **options).lossy
     with pytest.raises(ValueError, match="give one of greedy, rejection, block, coupled, typical"):
         lm.generate([3, 4], acceptor="usual")
-
-
-@pytest.mark.slow
-def test_the_commands_say_so(capsys, tmp_path_factory):
-    model = write_tiny(tmp_path_factory)
-    options = ("--model", model, "--acceptor", "typical", "--temperature", 1, "--max-new-tokens", 4)
-    status, _, err = called(capsys, "generate", PROMPT, *options, "--method", "ngram")
-    assert (status, "lossy: not the model's own distribution" in err) == (0, True)
-    status, out, _ = called(capsys, "generate", PROMPT, *options, "--method", "ngram", "--json")
-    assert json.loads(out)["lossy"] is True
-    status, out, _ = called(capsys, "compare", PROMPT, *options, "--methods", "ngram", "--repeats", 1)
-    assert "lossy: the text does not follow the model's own distribution" in out
-    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if " " in line}
-    assert (rows["ngram"], rows["autoregressive"]) == ("lossy", "–")
-    _, out, _ = called(capsys, "generate", "--help")
-    assert "typical (Medusa's rule) is lossy" in " ".join(out.split())

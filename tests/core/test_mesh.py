@@ -202,16 +202,6 @@ print("timed")
 """
 
 
-COMMANDS = """
-import json, sys
-
-from jaxspec.cli import main
-
-for command in json.loads(sys.argv[1]):
-    assert main(command) == 0
-"""
-
-
 def on_eight_devices(script, *arguments):
     """Returns the output lines of a script in a separate process with eight devices."""
     root = Path(__file__).parents[2]
@@ -228,30 +218,6 @@ def on_eight_devices(script, *arguments):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
-
-
-@pytest.mark.slow
-def test_commands_on_a_mesh(capsys, tmp_path_factory):
-    """Texts of commands, and results of searches, equal those of one device; the report names the mesh."""
-    config = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=2, num_layers=3)
-    model = str(write_tiny(tmp_path_factory, config))
-    common = ["--model", model, "--json", "--max-new-tokens", "12"]
-    commands = (
-        ["generate", PROMPT, "--method", "layerskip", "--exit-layer", "1", *common],
-        ["generate", PROMPT, "--method", "draft-model", "--draft", model, *common],
-        ["inspect", PROMPT, *common],
-        ["generate", PROMPT, "--weights", "int8", *common],
-    )
-    spread = [[*command, "--mesh", "data=2,model=4"] for command in commands]
-    found = [json.loads(line) for line in on_eight_devices(COMMANDS, json.dumps(spread))]
-    alone = [json.loads(called(capsys, *command)[1]) for command in commands[1:]]
-    assert len(found[0]["tokens"]) == 12
-    for record in found[:2]:
-        assert (record["tokens"], record["text"]) == (alone[0]["tokens"], alone[0]["text"])
-    assert found[1]["statistics"]["num_accepted_tokens"] > 0
-    assert found[2]["prompts"][0]["exit_agreement"] == alone[1]["prompts"][0]["exit_agreement"]
-    assert found[3]["tokens"] == alone[2]["tokens"]
-    assert found[2]["device"] == f"{alone[1]['device']} × 8 (data 2, model 4)"
 
 
 @pytest.mark.full

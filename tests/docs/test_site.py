@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import html.parser
-import http.server
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,40 +15,12 @@ import pytest
 from docs import hooks
 
 ROOT = Path(__file__).parents[2]
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WIDTHS = (1280, 390)
 RAW_TEX = re.compile(r"\$\$|\\\(|\\\[|\\(?:frac|text|left|max|cdot)\b")
 TAG_AS_TEXT = re.compile(
     r"</?(?:a|b|br|code|dd|div|dl|dt|em|h\d|img|li|ol|p|pre|small|span|strong|t[dhr]|table|ul)\b[^<>]*>"
 )
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# Each page in a frame of each width. An element is cut if its content is wider than its box. Tables may scroll in a
-# box of their own on a phone.
-HARNESS = """<!doctype html><meta charset="utf-8"><pre id="found"></pre><script>
-const cut = (frame, width) => [...frame.contentDocument.querySelectorAll("html, .md-content *")].filter(one =>
-  one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 1 && getComputedStyle(one).display != "inline" &&
-  (one.tagName == "HTML" || getComputedStyle(one).overflowX != "visible") &&
-  (width > 600 || !one.matches(".md-typeset__scrollwrap, .md-typeset__table"))
-).map(one => `${one.tagName}.${one.className} by ${one.scrollWidth - one.clientWidth} px: ` +
-  one.textContent.trim().slice(0, 60));
-(async () => {
-  const found = [];
-  for (const page of PAGES) for (const width of WIDTHS) {
-    const frame = document.createElement("iframe");
-    frame.style.cssText = `width: ${width}px; height: 900px; border: 0`;
-    frame.src = page;
-    const loaded = new Promise(done => frame.onload = done);
-    document.body.append(frame);
-    await loaded;
-    await new Promise(done => setTimeout(done, 200));
-    found.push([page, width, frame.contentDocument.querySelectorAll(".md-content p").length, cut(frame, width)]);
-    frame.remove();
-  }
-  document.getElementById("found").textContent = JSON.stringify(found);
-  document.title = "done";
-})();
-</script>"""
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +90,6 @@ class Page(html.parser.HTMLParser):
             self.blocks[-1] += data
         if {*HEADINGS} & {*self.inside}:
             self.headings[-1] += data.removesuffix("\N{PILCROW SIGN}")
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files without a log."""
-
-    def log_message(self, *args):
-        pass
 
 
 def pages(site: Path) -> list[Path]:
@@ -219,25 +180,3 @@ def test_the_list_of_pages_for_programs_is_complete(site):
     )
     for page in listed:
         assert "{{" not in (site / page).read_text("utf-8"), page
-
-
-@pytest.mark.full
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome in PATH")
-def test_no_page_is_cut_on_a_desktop_or_a_phone(site, tmp_path):
-    names = [f"/{page.parent.relative_to(site)}/index.html" for page in pages(site)]
-    harness = HARNESS.replace("PAGES", json.dumps(names)).replace("WIDTHS", json.dumps(WIDTHS))
-    (site / "harness.html").write_text(harness)
-    handler = functools.partial(Quiet, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        command += ["--virtual-time-budget=600000", "--window-size=1400,1000", "--dump-dom"]
-        address = f"http://127.0.0.1:{server.server_port}/harness.html"
-        done = subprocess.run([*command, address], capture_output=True, text=True, timeout=300)
-        server.shutdown()
-    dumped = re.search(r'<pre id="found">(\[.*?)</pre>', done.stdout, re.DOTALL)
-    assert dumped, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(html.unescape(dumped[1]))
-    assert len(found) == len(names) * len(WIDTHS)
-    assert [(page, width, cut) for page, width, _, cut in found if cut] == []
-    assert sum(paragraphs for *_, paragraphs, _ in found) > 500  # the pages were there

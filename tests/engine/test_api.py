@@ -60,14 +60,6 @@ def test_a_step_of_training_compiles_nothing():
             lm.with_params(wrong)
 
 
-def test_an_array_is_a_prompt(lm):
-    """NumPy ids are as good as a list's."""
-    assert (
-        lm.generate(np.array([3, 4, 5]), max_new_tokens=3).tokens
-        == lm.generate([3, 4, 5], max_new_tokens=3).tokens
-    )
-
-
 def test_a_text_may_fill_the_context_and_no_more(lm):
     prompt = [3] * (lm.config.context_length - 2)
     assert len(lm.generate(prompt, max_new_tokens=2, ignore_eos=True).tokens) == 2
@@ -79,40 +71,6 @@ def test_the_default_budget_is_what_the_context_leaves(lm):
     """A long prompt is no error where nobody asked for a number of tokens."""
     prompt = [3] * (lm.config.context_length - 2)
     assert len(lm.generate(prompt, ignore_eos=True).tokens) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "draft-model", "draft_exit": 1, "stop_rule": "bogus"}, "unknown stop_rule 'bogus'"),
-        ({"method": "ngram", "acceptor": "usual"}, "unknown acceptor 'usual'"),
-        ({"method": "ngram", "num_draft_tokens": 1000}, "at most 128"),
-        ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),
-        ({"method": NGram(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
-        ({"seed": -1}, "seed is -1"),
-        ({"top_k": 2**40, "temperature": 1.0}, "top_k"),
-        ({"seed": [1, 2]}, "seed has 2 values for 1 prompt;"),
-        ({"ignore_eos": "no"}, "ignore_eos is 'no'; give True or False"),
-        ({"stream": True}, r"generate has no option stream; call LanguageModel\.stream"),
-        ({"method": NGram(), "acceptor": "usual"}, "unknown acceptor 'usual'"),
-        ({"logprobs": 1}, "logprobs is 1; give True or False"),
-        ({"chat": None}, "chat is None; give True or False"),
-        ({"stop_sequences": ["a"]}, "unknown option stop_sequences; perhaps you meant stop$"),
-        ({"stop_strings": ["a"]}, "unknown option stop_strings; perhaps you meant stop$"),
-        ({"max_batch": 10**5000}, "max_batch is a number of about 5000 digits; give a whole number"),
-    ],
-)
-def test_what_is_refused(lm, options, message):
-    """Every wrong option is one line."""
-    with pytest.raises(ValueError, match=message) as error:
-        lm.generate([3, 4], max_new_tokens=2, **options)
-    assert "\n" not in str(error.value)
-
-
-def test_a_token_id_of_thousands_of_digits(lm):
-    """Python does not write it out."""
-    with pytest.raises(ValueError, match=r"prompts\[1\] is a number of about 5000 digits; give a token id"):
-        lm.generate([3, 10**5000])
 
 
 def test_truth_values_of_numpy_and_no_stop_strings(lm):
@@ -308,12 +266,6 @@ def test_what_compiles_in_the_background_has_the_callers_precision(how):
     assert "highest" in find(multiply, matrix, matrix).as_text()
 
 
-def test_bytes_are_no_prompt(lm):
-    for prompt in (b"The", bytearray(b"The"), memoryview(bytes([3, 4]))):
-        with pytest.raises(ValueError, match="give a text, token ids, messages"):
-            lm.generate(prompt)
-
-
 def test_a_finished_row_is_never_behind():
     """Else every later round would feed the draft model once more for it."""
     drafter = DraftModel(tiny.SMALL)
@@ -368,14 +320,6 @@ def test_arrays_are_lists_and_scalars_numbers(lm, home):
 def test_none_among_numbers_is_the_default(lm):
     rows = lm.generate([[3], [3]], max_new_tokens=[2, None], temperature=[None, 0.0], ignore_eos=True)
     assert [len(row.tokens) for row in rows] == [2, 128]
-
-
-@pytest.mark.full
-def test_stop_rules_may_be_a_list(lm):
-    """A list is as good as a tuple."""
-    options = {"method": "layerskip", "exit_layer": 1, "max_new_tokens": 4}
-    texts = [lm.generate([3, 4], stop_rule=rules, **options) for rules in (["confidence"], ("confidence",))]
-    assert texts[0].tokens == texts[1].tokens
 
 
 def test_what_a_model_and_a_text_look_like(lm):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 
 import jax
 import numpy as np
@@ -18,7 +17,6 @@ from jaxspec.model import cache as kv
 from jaxspec.programs import buckets, compiled
 from jaxspec.session.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 from tests import tiny
-from tests.core.test_mesh import on_eight_devices
 
 SYSTEM = [3, 5, 8, 2, 9, 4, 7, 11, 6, 3, 5, 10, 2, 8, 12, 4, 9, 9, 3, 7]
 # With an own part of different lengths, one that shares less, and one that shares nothing.
@@ -143,17 +141,6 @@ def test_a_conversation_begins_with_the_kept_system_prompt(name):
         assert answer.tokens == fresh.tokens
 
 
-@pytest.mark.slow
-def test_auto_reuses_caches():
-    """As in the turns of a conversation, which `test_conversation.py` tests in every run."""
-    options = OPTIONS | {"method": "auto", "among": ("ngram", "suffix")}
-    fresh, lm = model(prefix_cache=None).generate(PROMPTS, **options), model()
-    for _ in range(2):
-        results = lm.generate(PROMPTS, **options)
-        check_equal("asd", results, fresh)
-    assert [result.statistics.num_reused_tokens for result in results] == [21, 26, 10, 0, 23]
-
-
 @pytest.mark.full
 def test_sampled_texts_are_the_same():
     options = OPTIONS | {"method": "ngram", "temperature": 1.0, "seed": 5, "acceptor": "coupled"}
@@ -224,37 +211,6 @@ def test_requests_of_a_scheduler(name, monkeypatch):
         results |= {event.id: event.result for event in scheduler.step() if event.result is not None}
     check_equal(name, [results[number] for number in numbers], fresh)
     assert sum(fed) < 22 + 8 + 11 + 4 + 4 + 101 + 3 + 2 + 20  # not more than 20 tokens twice
-
-
-@pytest.mark.slow
-def test_eight_devices():
-    program = """
-import json, sys
-import jax
-from jaxspec import LanguageModel
-from jaxspec.model.sharding import spread
-from tests import tiny
-from tests.engine.test_prefix import OPTIONS, PROMPTS, SPREAD
-
-mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-config, params = spread(mesh, SPREAD, tiny.params(SPREAD))
-for name in sys.argv[1:]:
-    lm = LanguageModel(config, params, mesh=mesh, prefix_cache=2**26)
-    lm.prefixes.min_tokens = 4
-    method = jax.device_put(tiny.drafter_of(name, config=config), whole)
-    for _ in range(2):
-        results = lm.generate(PROMPTS, method=method, **OPTIONS)
-    print(json.dumps([[one.tokens for one in results], [one.statistics.num_reused_tokens for one in results]]))
-"""
-    names = ("ngram", "eagle3", "draft-model")
-    lines = on_eight_devices(program, *names)
-    fresh = LanguageModel(SPREAD, tiny.params(SPREAD)).generate(PROMPTS, method="autoregressive", **OPTIONS)
-    for line in lines:
-        tokens, reused = json.loads(line)
-        assert tokens == [one.tokens for one in fresh]
-        assert reused == [21, 26, 10, 0, 23]
-    assert len(lines) == len(names)
 
 
 # The store

@@ -141,23 +141,6 @@ def test_two_processes_answer_a_batch_as_one(tmp_path_factory, tmp_path):
     assert found[6]["num_tokens"] == 5
 
 
-@pytest.mark.slow
-def test_a_batch_on_a_mesh_is_that_of_one_device(tmp_path):
-    """With the model that comes with jaxspec; also with a number of rows that the mesh does not divide."""
-    prompts = tmp_path / "prompts.jsonl"
-    texts = ["Once upon a time", "The dog", "A", "It was", "One day, Tom"]
-    prompts.write_text("".join(f"{json.dumps({'id': at, 'prompt': one})}\n" for at, one in enumerate(texts)))
-    expected = load("small").generate(texts, max_new_tokens=12, method="autoregressive")
-    for mesh, rows in (("data=2", "3"), ("data=2", "1"), ("data=2,model=2", "4")):
-        output = tmp_path / f"{mesh}-{rows}.jsonl"
-        options = ("--model", "small", "--max-new-tokens", "12", "--method", "ngram", "--max-batch", rows)
-        command = ("batch", str(prompts), "--output", str(output), *options, "--mesh", mesh)
-        ((status, _, err),) = ended([begun("-m", "jaxspec", *command)])
-        assert status == 0, err
-        found = records(output)
-        assert [found[at]["text"] for at in range(len(texts))] == [one.text for one in expected]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "which"),
@@ -294,107 +277,6 @@ def test_other_prompts_and_files(tmp_path_factory, tmp_path):
     assert found == [(0, "", f"test: process {one}: {said} process; [{{'text': 'ä'}}]\n") for one in range(2)]
 
 
-COMMANDS = """
-import contextlib, functools, io, json, sys
-from pathlib import Path
-
-from jaxspec.measuring.bench import step_costs, steps
-from jaxspec.measuring.bench.suite_options import SuiteOptions
-from jaxspec.measuring.commands.bench import Bench
-from jaxspec.measuring.commands.compare import Compare
-from jaxspec.measuring.commands.inspect import Inspect
-from jaxspec.cli.options import MethodsOptions, ModelOptions
-from jaxspec.measuring.commands.search import Search
-from jaxspec.measuring.commands.tune import Tune
-from jaxspec.measuring.commands.vocab import Vocab
-from jaxspec.console import distributed
-from jaxspec.host.processes import of_first
-from jaxspec.measuring.tuning import mask_search
-from jaxspec.measuring.tuning.tuning_options import ASDGrid, PromptOptions, SearchOptions, Sweep
-
-address, number, model, folder, prompt, *names = sys.argv[1:]
-options = distributed.ProcessOptions(coordinator_address=address, num_processes=2, process_id=int(number))
-distributed.join(options, "model=8")
-# Loaded once, with the programs of all; and few steps are timed.
-lm = ModelOptions(model=model, mesh="model=8").load()
-ModelOptions.load = lambda self, template=None: lm
-steps.ROUNDS, mask_search.measure_costs = 2, functools.partial(mask_search.measure_costs, repeats=1)
-step_costs.POINTS = ((1, 1), (5, 1))
-out = Path(folder) / number
-ngram, given, read = MethodsOptions("ngram"), {"prompt_file": (prompt,), "json": True}, PromptOptions((prompt,))
-
-
-sought = SearchOptions(trials=2, keep_first_last=False, random=True, max_new_tokens=4)
-commands = {
-    "compare": Compare(prompt="Once", max_new_tokens=4, repeats=1, compared=ngram, json=True),
-    "bench": Bench(
-        output=str(out / "bench"), suite=SuiteOptions(repeats=1, max_new_tokens=4), compared=ngram, **given
-    ),
-    "tune": Tune(
-        "asd",
-        output=str(out / "asd"),
-        asd=ASDGrid(alphas=(0.5,), everys=(0,), keep_lasts=(0, 1)),
-        sweep=Sweep(max_new_tokens=4, repeats=1),
-        prompts=read,
-        json=True,
-    ),
-    "vocab": Vocab(generate=True, max_new_tokens=4, output=str(out / "vocab"), **given),
-    "agreement": Search(output=str(out / "agreement"), search=sought, prompts=read, json=True),
-    "inspect": Inspect(prompts=("Once",), max_new_tokens=2, json=True),
-}
-found = {}
-for name in names:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        assert commands[name].run() == 0
-    mine = found[name] = json.loads(said.getvalue())
-    # Where this process would write, and by its own clock.
-    for own in (mine, *mine.get("searches", ()), mine.get("best", {})):
-        own.pop("output", None)
-        own.pop("seconds", None)
-    assert mine == json.loads(of_first(json.dumps(mine))), f"{name} finds something else in process 0"
-print(json.dumps(found))
-distributed.leave(0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "files"),
-    [
-        (
-            "compare bench tune vocab",
-            "asd vocab bench/records.jsonl bench/report.json",
-        ),
-        pytest.param(
-            "agreement inspect",
-            "agreement agreement.trials.jsonl",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_two_processes_measure_as_one(tmp_path_factory, tmp_path, names, files):
-    """Each command has the same results in both, including times; only the first one writes and prints."""
-    model = write_tiny(tmp_path_factory, TARGET)
-    (tmp_path / "0").mkdir()
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text(PROMPT)
-    given = str(model), str(tmp_path), str(prompt), *names.split()
-    address = free_address()
-    (first, out, err), second = ended([begun("-c", COMMANDS, address, str(one), *given) for one in range(2)])
-    assert (first, second[0]) == (0, 0), (err, second[2])
-    assert second[1] == ""
-    assert not (tmp_path / "1").exists()
-    written = {path.relative_to(tmp_path / "0") for path in (tmp_path / "0").rglob("*") if path.is_file()}
-    assert written == set(map(Path, files.split()))
-    found = json.loads(out)
-    assert list(found) == names.split()
-    if "compare" in found:
-        texts = [one["text"] for one in found["compare"]["results"]]
-        assert texts == [load(model).generate("Once", max_new_tokens=4).text] * 2
-        assert found["bench"]["runs"]["ngram"]["all"]["num_different"] == 0
-
-
 @pytest.mark.full
 def test_wrong_processes(capsys, tmp_path_factory):
     """One line each."""
@@ -403,42 +285,17 @@ def test_wrong_processes(capsys, tmp_path_factory):
         return called(capsys, "generate", PROMPT, "--model", model, "--max-new-tokens", "2", *arguments)
 
     model = write_tiny(tmp_path_factory)
-    address = ("--coordinator-address", "127.0.0.1:1")
-    for arguments, says in {
-        (
-            *address,
-            "--num-processes",
-            "2",
-        ): "--coordinator-address, --num-processes and --process-id go together",
-        (
-            *address,
-            "--num-processes",
-            "2",
-            "--process-id",
-            "2",
-        ): "--process-id is 2; give a number from 0 to 1",
-        (*address, "--num-processes", "0", "--process-id", "0"): "--num-processes is 0; give at least 1",
-        (
-            "--coordinator-address",
-            "here",
-            "--num-processes",
-            "1",
-            "--process-id",
-            "0",
-        ): "is 'here'; give HOST:PORT",
-        ("--distributed",): "several processes run on one mesh; give its axes, such as --mesh data=2,model=4",
-        (
-            "--distributed",
-            "--heartbeat-timeout-seconds",
-            "0",
-        ): "--heartbeat-timeout-seconds is 0; give at least 1",
-        (
-            "--distributed",
-            "--join-timeout-seconds",
-            "0",
-        ): "--join-timeout-seconds is 0; give at least 1",
-    }.items():
-        assert says in one_error(run, *arguments)
+    here = "--coordinator-address 127.0.0.1:1 --num-processes"
+    for arguments, says in (
+        (f"{here} 2", "--coordinator-address, --num-processes and --process-id go together"),
+        (f"{here} 2 --process-id 2", "--process-id is 2; give a number from 0 to 1"),
+        (f"{here} 0 --process-id 0", "--num-processes is 0; give at least 1"),
+        ("--coordinator-address here --num-processes 1 --process-id 0", "is 'here'; give HOST:PORT"),
+        ("--distributed", "several processes run on one mesh; give its axes, such as --mesh data=2,model=4"),
+        ("--distributed --heartbeat-timeout-seconds 0", "--heartbeat-timeout-seconds is 0; give at least 1"),
+        ("--distributed --join-timeout-seconds 0", "--join-timeout-seconds is 0; give at least 1"),
+    ):
+        assert says in one_error(run, *arguments.split())
 
 
 def test_options_of_a_command():

@@ -10,7 +10,6 @@ from flax import struct
 
 from jaxspec.heads import files as heads
 from jaxspec.heads.kangaroo.drafter import Kangaroo
-from jaxspec.testing import reference as slow
 from tests import tiny
 from tests.heads import reference
 from tests.heads.files import (
@@ -169,13 +168,3 @@ def test_an_adapter_drafts_by_the_name_of_its_method(model, tmp_path):
     hybrid, _ = model.drafter("hybrid", second="kangaroo")
     runs = own, model.params["layers"][:EXIT]
     assert tiny.draft_cost(hybrid) == pytest.approx(tiny.share_of_step(model, runs, head=True))
-
-
-@pytest.mark.slow
-def test_it_takes_turns_with_another_drafter(model, tmp_path):
-    """The adapter's state also receives the tokens that only the other drafter drafts."""
-    path, prompt = str(write(tmp_path / "published", adapter())), (3, 4, 5, 3, 4)
-    options = {"method": "hybrid", "second": "kangaroo", "draft": path, "exit_layer": EXIT}
-    found = model.generate(prompt, max_new_tokens=12, ignore_eos=True, **options)
-    assert found.tokens == slow.greedy(TARGET, tiny.params(TARGET), prompt, 12)
-    assert found.statistics.num_draft_tokens

@@ -22,7 +22,6 @@ from jaxspec.heads.medusa.network import MedusaConfig
 from jaxspec.io.hf import huggingface
 from jaxspec.methods.trees import grown
 from jaxspec.programs import memory
-from jaxspec.testing import reference as slow
 from tests import tiny
 from tests.heads import reference
 from tests.heads.files import (
@@ -548,16 +547,6 @@ def test_heads_that_do_not_fit_are_refused_before_they_are_placed(model, tmp_pat
     monkeypatch.setattr(heads.Head, "load", lambda *_: pytest.fail("it was placed"))
     with pytest.raises(ValueError, match="the head does not fit: "):
         model.drafter("medusa", draft=path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", [{}, {"tree": "small"}], ids=["chain", "tree"])
-def test_they_take_turns_with_another_drafter(model, tmp_path, tree):
-    path, prompt = str(write(tmp_path / "published", FILES["hydra++"])), (3, 4, 5, 3, 4)
-    options = {"method": "hybrid", "second": "hydra", "draft": path, **tree}
-    found = model.generate(prompt, max_new_tokens=12, ignore_eos=True, **options)
-    assert found.tokens == slow.greedy(TARGET, tiny.params(TARGET), prompt, 12)
-    assert found.statistics.num_draft_tokens
 
 
 @pytest.mark.parametrize(("kind", "heads"), [("medusa", 5), ("hydra", 4)])

@@ -100,14 +100,6 @@ def test_ratios_of_the_same_texts(capsys, directory, stand_ins):
     assert last == f"| llama.cpp Q4_1 lookup |{' 200 |' * 5} 4.00 (4.00–4.00) | 1.00 |"
 
 
-def test_the_first_run_changes_with_the_prompt(capsys, directory, stand_ins):
-    called(capsys, "--model", directory, "--limit", 4)
-    measured = stand_ins.called[-4 * len(SPEEDS) :]
-    turns = [measured[at : at + len(SPEEDS)] for at in range(0, len(measured), len(SPEEDS))]
-    assert all({name for name, _ in turn} == set(SPEEDS) for turn in turns)
-    assert len({turn[0][0] for turn in turns}) > 1
-
-
 def test_an_interrupted_measurement_continues(capsys, directory, stand_ins, tmp_path):
     words = ("--model", directory, "--output", tmp_path / "out")
     runs = stand_ins.engines.runs
@@ -133,12 +125,6 @@ def test_an_interrupted_measurement_continues(capsys, directory, stand_ins, tmp_
     status, _, said = called(capsys, *words, "--repeats", 2)
     assert status == 2
     assert "belongs to another comparison: its repeats is 1, now 2" in said
-
-
-def test_wrong_use_is_one_line(capsys, directory):
-    status, _, said = called(capsys, "--model", directory, "--run", "guess")
-    assert (status, said.count("\n")) == (2, 1)
-    assert "unknown method 'guess'" in said
 
 
 @pytest.mark.full

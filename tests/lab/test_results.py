@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import itertools
 import json
 import re
 import subprocess
@@ -16,7 +14,6 @@ from benchmarks import results, speeds
 from benchmarks.papers import __main__ as papers
 from jaxspec.cli import main
 from jaxspec.cli.methods import parse_run
-from jaxspec.cli.options import ModelOptions
 from jaxspec.measuring.commands import bench, compare, profile
 
 TABLES = tuple(f"results/{paper}.md" for paper in ("adaspeed", "asd", "s2d"))
@@ -125,40 +122,3 @@ def test_printed_commands_can_be_read(page, tmp_path, monkeypatch):
             assert importlib.util.find_spec(words[1]), words
             if words[1] == "benchmarks.papers":
                 assert papers.main(words[2:]) == 0, words
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_measurements_run(tmp_path, monkeypatch, capsys):
-    """Those that measure the embedded models and need no file.
-
-    Each method compiles for many seconds, so those with a sorted draft, a head, a model of its own, the target's layers
-    and no model run once. `test_printed_commands_can_be_read` reads all of them.
-    """
-    monkeypatch.setattr(ModelOptions, "load", functools.cache(ModelOptions.load))
-    embedded = {model.name for model in (results.DOCS.parent / "checkpoints").iterdir()}
-    left = {"s2d", "eagle", "draft-model", "layerskip", "ngram"}
-    commands = [command for page in MEASURING for command in printed(page, tmp_path)]
-    for number, (program, *words) in enumerate(commands):
-        if (program, words[0]) != ("jaxspec", "bench"):
-            continue
-        name, *options = words
-        pairs = list(zip(options[::2], options[1::2], strict=True))
-        given = dict(pairs)
-        if given["--model"] not in embedded or "--prompt-file" in given:
-            continue
-        all_runs = [pair for pair in pairs if pair[0] == "--run"]
-        # Another command trains a draft in runs.
-        runs = [pair for pair in all_runs if "--draft runs/" not in pair[1]]
-        new = {method: pair for pair in runs if (method := pair[1].split()[0]) in left}
-        if all_runs and not new:
-            continue
-        left -= new.keys()
-        few = {"--limit": "1", "--repeats": "1", "--max-new-tokens": "4"}
-        few = given | few | {"--output": str(tmp_path / str(number))}
-        few.pop("--run", None)
-        tiny = [*few.items(), *new.values()]
-        status = main([name, *itertools.chain(*tiny), "--json"])
-        said = capsys.readouterr()
-        assert status == 0, (words, said.err)
-        assert json.loads(said.out)
-    assert not left

@@ -87,11 +87,6 @@ def test_the_baseline_is_plain_decoding_whatever_the_default_is(monkeypatch):
     assert drafted_by.count("autoregressive") == 2
 
 
-def test_texts_of_one_token_have_no_score():
-    with pytest.raises(ValueError, match="every text ends with its first token; give other prompts"):
-        objectives.Speed(Clock({"x": (1, 0.0, 0.0)}), ["x"], 8, "fast")("fast")
-
-
 def test_numbers_are_tuned_on_other_prompts_than_those_that_are_reported():
     lm = deep()
     lm.encode = lambda text, chat=False: [hash(text)]

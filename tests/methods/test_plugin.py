@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -56,18 +55,6 @@ def test_it_is_in_the_help(installed):
     words = " ".join(done.stdout.split())
     assert "repeat: Proposes the tokens of one period earlier." in words
     assert "--period P the period of the text in tokens. Default 8." in words
-
-
-@pytest.mark.slow
-def test_compare_runs_it(installed):
-    arguments = ("--model", "small", "--max-new-tokens", "12", "--repeats", "1", "--json")
-    done = jaxspec(installed, "compare", "One, two,", "--run", "repeat --period 3", *arguments)
-    assert done.returncode == 0, done.stderr
-    plain, repeat = json.loads(done.stdout)["results"]
-    assert (plain["method"], repeat["method"]) == ("autoregressive", "repeat --period 3")
-    assert repeat["identical_to_autoregressive"]
-    wrong = jaxspec(installed, "generate", "One", "--method", "repeat", "--period", "0", "--model", "small")
-    assert (wrong.returncode, wrong.stderr) == (2, "jaxspec: error: --period is 0; give at least 1\n")
 
 
 @pytest.mark.full

@@ -378,11 +378,3 @@ def test_a_text_that_a_stop_string_ended_has_a_gamma_too(lm):
     assert cut.finish_reason == "stop"
     assert cut.gamma is not None
     assert 0 <= cut.gamma <= 1
-
-
-@pytest.mark.full
-def test_draft_lengths_are_those_of_the_rounds():
-    result = generate(shared, PROMPTS[0], method="layerskip", exit_layer=1, num_draft_tokens=3)
-    assert len(result.draft_lengths) == result.statistics.num_rounds
-    assert sum(result.draft_lengths) == result.statistics.num_draft_tokens
-    assert generate(shared, PROMPTS[0]).draft_lengths == [0] * 13

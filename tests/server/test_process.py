@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 import re
 import signal
 import socket
@@ -203,15 +201,6 @@ def test_a_port_in_use_is_one_line(capsys, model):
         port = taken.getsockname()[1]
         said = one_error(lambda *given: called(capsys, *given), "serve", "--model", model, "--port", port)
     assert f"port {port} of 127.0.0.1" in said
-
-
-def test_a_request_without_an_answer_is_a_problem_of_the_load(monkeypatch):
-    """It is not sent again, although a timeout is an OSError as a lost connection is."""
-    monkeypatch.setattr(load, "PATIENCE_S", 0.01)
-    one = load.Load(load.Options(), lambda port: None)
-    monkeypatch.setattr(one, "_one", lambda kind, choose: asyncio.sleep(60))
-    asyncio.run(asyncio.wait_for(one._answered("whole", random.Random(0)), 10))
-    assert one.report.problems == ["whole: no answer in 0.01 seconds"]
 
 
 @pytest.mark.slow

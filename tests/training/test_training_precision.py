@@ -17,7 +17,7 @@ from jaxspec.io.hf import huggingface
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantisation import is_quantised
-from training import probe, soft
+from training import soft
 from training.data import bpe_tokenizer, reading
 from training.loop import optimizer, state_sharding, step
 from training.losses import base
@@ -165,15 +165,3 @@ def test_each_recipe_of_a_paper_names_data_licence_hours_and_command():
         (module,) = re.findall(r"^#   command  python -m (training\.\w+) --config", text, re.MULTILINE)
         job = importlib.import_module({"training.heads": "training.heads.train"}.get(module, module))
         parse(job.Options, ["--config", str(RECIPES / f"{name}.yaml")], module)
-
-
-def test_the_twin_of_the_sorted_draft_differs_in_its_loss_only():
-    one, twin = (
-        (RECIPES / f"s2d-{name}.yaml").read_text().split("\nstart:")[1] for name in ("sorted", "sft")
-    )
-    assert one.replace("exits: [6, 9, 12]", "start_layers: 12").replace("sorted", "sft") == twin
-
-
-def test_the_probes_of_adaspeed_see_500_batches_of_4():
-    options = parse(probe.Options, ["--config", str(RECIPES / "adaspeed-probe.yaml")], "training.probe")
-    assert (options.prompts, options.batch) == (500 * 4, 4)

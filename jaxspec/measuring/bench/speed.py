@@ -118,23 +118,6 @@ def drawn_ratios(
     return _drawn(mine, other, kinds, resamples)
 
 
-def ratio_of_counts(
-    mine: np.ndarray, other: np.ndarray, resamples: int = 2000
-) -> tuple[float | None, tuple[float, float] | None]:
-    """The ratio of two speeds, the median over the turns, and its interval; see `speed_ratio`.
-
-    Args:
-      mine, other: float64[prompts, turns, 2], tokens and their time, in the same unit for both.
-      resamples: draws of the bootstrap over prompts.
-
-    Examples:
-      >>> half, whole = np.array([[[10, 5.0]], [[20, 10.0]]]), np.array([[[10, 10.0]], [[20, 20.0]]])
-      >>> ratio_of_counts(half, whole)
-      (2.0, (2.0, 2.0))
-    """
-    return spread(_drawn(mine, other, [None] * len(mine), resamples))
-
-
 def spread(drawn: np.ndarray) -> tuple[float | None, tuple[float, float] | None]:
     """A figure and its 95 % interval.
 
