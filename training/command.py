@@ -47,7 +47,7 @@ def typed(module: str, arguments: Sequence[str] | None) -> str:
     return shlex.join([*called, *(sys.argv[1:] if arguments is None else arguments)])
 
 
-def joined(options: AnyOptions, module: str) -> AnyOptions:
+def joined(options: AnyOptions) -> AnyOptions:
     """Joins the other processes, if any; returns the options without the process options, as a run records them.
 
     Raises:

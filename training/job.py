@@ -52,7 +52,7 @@ def main(
 
     def work(options: Options, console: Console) -> int:
         typed = command.typed(module, arguments)
-        return train(command.joined(options, module), objective, module, typed, console)
+        return train(command.joined(options), objective, module, typed, console)
 
     return command.run(module, kind, work, arguments)
 

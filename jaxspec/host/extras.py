@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-DISTRIBUTION = "jaxspec-decoding"
-
 
 class MissingExtra(ImportError):
     """A package of an extra is not installed; the message names it and the command to install it."""

@@ -165,20 +165,6 @@ def test_a_function_shows_its_progress_unless_the_caller_does(shown):
     assert "jaxspec: first" in shown.getvalue()
 
 
-@pytest.mark.slow
-def test_a_comparison_names_what_compiles():
-    """Also the candidates of auto, which compile in the background."""
-    lm, told = tiny.language_model(), []
-    run = {"auto": methods.Auto(among=("ngram",)), "suffix": methods.Suffix()}
-    compare(lm, [3, 4, 5] * 3, run, repeats=1, max_new_tokens=8, on_progress=told.append)
-    assert told[:4] == [
-        "compiling autoregressive, 1 of 3",
-        "compiling auto, 2 of 3",
-        "compiling suffix, 3 of 3",
-        "finishing the warm-up",
-    ]
-
-
 def test_a_wait_for_the_background_is_shown(shown):
     executables, began, ended = Executables(), threading.Event(), threading.Event()
 

@@ -81,22 +81,3 @@ def draft_choices() -> np.ndarray:
 @pytest.mark.full
 def test_the_draft_agrees_as_often_as_measured():
     assert draft_choices().mean() == pytest.approx(AGREEMENT, abs=0.06)
-
-
-@pytest.mark.slow
-def test_acceptance_falls_with_the_length_of_the_draft():
-    """About .7 at K = 1 and .4 at K = 4, over all rounds."""
-    rates = {}
-    for length in (1, 4):
-        rows = target().generate(
-            OPENINGS,
-            max_new_tokens=BUDGET,
-            ignore_eos=True,
-            method="draft-model",
-            draft=str(DRAFT),
-            num_draft_tokens=length,
-        )
-        stats = [row.statistics for row in rows]
-        rates[length] = sum(s.num_accepted_tokens for s in stats) / sum(s.num_draft_tokens for s in stats)
-    assert rates[1] == pytest.approx(0.7, abs=0.08)
-    assert rates[4] == pytest.approx(0.4, abs=0.08)

@@ -428,20 +428,6 @@ def test_a_stopped_run_resumes_exactly(folder, whole):
     assert files[0] == files[1]
 
 
-@pytest.mark.slow
-def test_a_head_of_eagle_3_1_is_trained_and_written_again_in_another_layout(folder):
-    given = arguments(folder, "newer", "--steps", "3", "--card-prompts", "1", "--fc-norm", "--norm-output")
-    for layout, key in (("speculators", "transformer_layer_config"), ("specforge", "eagle_config")):
-        assert command.main([*given, "--layout", layout]) == 0
-        assert key in json.loads((folder / "newer" / "config.json").read_text())
-        lm = jaxspec.load(folder)
-        config = heads.read_head(folder / "newer", lm.config).config
-        assert (config.aux_norm, config.output_is_normed) == ("each", True)
-    assert lm.generate([5, 6], max_new_tokens=4, method="eagle3", draft=str(folder / "newer")).tokens
-    card = (folder / "newer" / "README.md").read_text()
-    assert all(said in card for said in ("| token 1 |", "| data, text | ", "python -m training.heads"))
-
-
 @pytest.mark.full
 def test_a_head_is_trained_in_bfloat16_too(folder):
     more = ("--steps", "3", "--card-prompts", "0", "--compute", "bfloat16", "--dtype", "float32")

@@ -57,21 +57,6 @@ def test_it_is_in_the_help(installed):
     assert "--period P the period of the text in tokens. Default 8." in words
 
 
-@pytest.mark.full
-def test_a_package_that_cannot_be_loaded_is_one_warning(installed, tmp_path):
-    """The other methods still work."""
-    broken = tmp_path / "broken-1.0.dist-info"
-    broken.mkdir()
-    (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (broken / "entry_points.txt").write_text("[jaxspec.methods]\nbroken = nowhere:Method\n")
-    done = jaxspec(tmp_path, "generate", "--help")
-    assert done.returncode == 0
-    assert done.stderr == (
-        "jaxspec: warning: method 'broken' of the entry point nowhere:Method cannot be loaded "
-        "(ModuleNotFoundError: No module named 'nowhere'); repair or remove its package\n"
-    )
-
-
 # The head of the page "Add a head", in a package of its own.
 KINDS = """
 from jaxspec.heads.kinds import known

@@ -31,7 +31,7 @@ from jaxspec.model import llama
 from jaxspec.model.prefill import run_prompts
 from jaxspec.protocol import Outcome, Prefill, View, Weights
 from jaxspec.sampling import Greedy
-from jaxspec.stopping import AdaptiveLength, Constant
+from jaxspec.stopping import Constant
 from jaxspec.testing import reference
 from tests import tiny
 from tests.commands import CONFIG, write_model, write_tokenizer
@@ -221,34 +221,6 @@ def target(tmp_path):
 def draft_of(lm: LanguageModel, last: int) -> str:
     """Returns the fingerprint of the draft's layers up to the last exit."""
     return method_files.fingerprint(lm.config.truncated(last), llama.truncate(lm.params, last))
-
-
-@pytest.mark.slow
-def test_one_draft_serves_two_targets_with_thresholds_of_their_own(target, tmp_path):
-    draft, other = sorted_draft(), sorted_draft((2, 3, 4), "other target")
-    (tmp_path / "thresholds").mkdir()
-    path = tmp_path / method_files.thresholds_name(draft_of(draft, 4))
-    method_files.write_thresholds(path, target.fingerprint, draft_of(draft, 4), (1, 2, 4), (0.9, 0.25), {})
-    content = json.loads(path.read_text())
-    assert content["format"] == "jaxspec.thresholds/1"
-    assert (content["exits"], content["thresholds"]) == ([1, 2, 4], [0.9, 0.25, 0.0])
-
-    tuned, _ = target.drafter("s2d", draft=draft)
-    assert tuned.thresholds.tolist() == pytest.approx([0.9, 0.25])
-    assert (tuned.exits, tuned.num_draft_tokens, tuned.sorted_target) == ((1, 2, 4), 12, False)
-    assert isinstance(tuned.rule, AdaptiveLength)
-    assert [int(tuned.rule.first), int(tuned.rule.rise), int(tuned.rule.fall)] == [5, 2, 1]
-    usual, _ = other.drafter("s2d", draft=draft)
-    assert usual.thresholds.tolist() == [0.5, 0.5]
-    for lm in (target, other):
-        for distribution in ({}, {"temperature": 0.9, "seed": 3, "acceptor": "rejection"}):
-            texts = lm.generate(
-                "ab ab", method="s2d", draft=draft, max_new_tokens=20, ignore_eos=True, **distribution
-            )
-            assert texts.statistics.num_tokens == 20
-            assert texts.statistics.num_draft_tokens > 0
-            if not distribution:
-                assert texts.tokens == lm.generate("ab ab", max_new_tokens=20, ignore_eos=True).tokens
 
 
 @pytest.mark.full

@@ -412,12 +412,6 @@ def test_layer_skip_measures_a_quarter_and_a_half_of_the_depth(folder, capsys):
 
 
 @pytest.mark.full
-def test_a_plot_without_exits_says_why_there_is_no_acceptance(folder, capsys):
-    assert sft.main(arguments(folder, "curve", "--steps", "5", "--plot")) == 0
-    assert "loss.svg (acceptance is measured where there are exits)" in capsys.readouterr().err
-
-
-@pytest.mark.full
 def test_the_data_of_a_small_file_suffice_for_what_is_chosen(folder):
     """The smallest rung, on a text of a few kilobytes: no step asks for more windows than there are."""
     options = option_files.parse(

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxspec
 from jaxspec import cli
 from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
@@ -867,15 +866,3 @@ def test_a_gguf_file_is_a_start_as_its_conversion_is(tmp_path):
         assert jax.tree.all(jax.tree.map(np.array_equal, ours.params, theirs.params))
         assert ours.words.to_str() == theirs.words.to_str()
         assert our_chat == their_chat != conversations.Chat()
-
-
-@pytest.mark.full
-def test_training_goes_on_from_a_gguf_file(folder, tmp_path):
-    config = dataclasses.replace(
-        CONFIG, vocab_size=700, bos_token_id=1, eos_token_ids=(2,), max_position_embeddings=64
-    )
-    params = llama.init_params(config, jax.random.key(0))
-    source = gguf_files.write(tmp_path / "m.gguf", config, params, changes=gguf_files.byte_level("smollm"))
-    assert sft.main(arguments(folder, "from-gguf", "--start", str(source), "--steps", "5")) == 0
-    lm = jaxspec.load(folder / "from-gguf")
-    assert lm.generate("Once upon a time", max_new_tokens=3).tokens

@@ -366,6 +366,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module = "training.heads"
 
     def work(options: Options, console: Console) -> int:
-        return train(command.joined(options, module), command.typed(module, arguments), console)
+        return train(command.joined(options), command.typed(module, arguments), console)
 
     return command.run(module, Options, work, arguments)
