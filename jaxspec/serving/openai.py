@@ -16,6 +16,7 @@ from jaxspec.grammar import Grammar
 from jaxspec.host.arguments import flag, listed, whole
 from jaxspec.host.messages import fitted, nearest, shown
 from jaxspec.serving.tools import Call
+from jaxspec.texts.requests import check_text
 from jaxspec.texts.text import TokenText
 from jaxspec.verification import MOST_TOP
 
@@ -358,6 +359,7 @@ def _response_format(given: Any) -> tuple[str, Any]:
     fields = _object(place, given, wanted)
     if kind == "json_schema":
         fields = _object("response_format.json_schema", fields.get("json_schema"), wanted)
+        _checked("response_format", lambda _, value: flag("strict", value), fields.get("strict", False))
     schema = fields.get("schema", {"text": False, "json_object": True}.get(kind))
     if not isinstance(schema, (Mapping, bool)):
         raise BadField(f"response_format is {shown(given)}; give {wanted}", "response_format")
@@ -389,6 +391,7 @@ def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Mapping[st
             "tools", lambda _, value: flag("strict of a function", value), function.get("strict") or False
         )
         functions.append(function)
+    _checked("tools", check_text, json.dumps(tools, ensure_ascii=False))
     if choice == "none":
         return (), (), False
     if choice == "auto":

@@ -372,7 +372,9 @@ def _end(text: str, start: int) -> int | None:
 
 def _call(text: str, name: str | None) -> tuple[str, str] | None:
     """Returns the name and the arguments in a JSON object, which with `name` are all of it; None if it is no call."""
-    given: dict[str, tuple[Any, str]] = {"name": (name, ""), "arguments": ({}, text)} if name else {}
+    given: dict[str, tuple[Any, str]] = (
+        {"name": (name, ""), "arguments": (_JSON.decode(text), text)} if name else {}
+    )
     at = 0
     while not name and (key := _KEY.match(text, at)):
         value, at = _JSON.raw_decode(text, key.end())
@@ -383,4 +385,7 @@ def _call(text: str, name: str | None) -> tuple[str, str] | None:
         written = arguments
         with contextlib.suppress(ValueError, RecursionError):
             arguments = _JSON.decode(arguments)
-    return (called, written) if isinstance(called, str) and isinstance(arguments, dict) else None
+    with contextlib.suppress(UnicodeEncodeError, RecursionError):  # half a surrogate is no text
+        json.dumps(arguments, ensure_ascii=False).encode()
+        return (called, written) if isinstance(called, str) and isinstance(arguments, dict) else None
+    return None

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspec.grammar.table import TokenTable
 from jaxspec.host.arguments import listed, real, whole
+from jaxspec.host.files import parse_json
 from jaxspec.host.messages import shown
 from jaxspec.io.hf.generation_json import NO_RULES, Rules
 from jaxspec.io.tokenizers.chat import NO_EFFECT, text_of, unknown_fields
@@ -329,7 +330,7 @@ def _call(name: str, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = parse_json(arguments or "{}")
         except ValueError:
             arguments = None
     if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
@@ -339,6 +340,7 @@ def _call(name: str, call: Any) -> dict[str, Any]:
     for field in (*unknown_fields(call), *unknown_fields(function)):
         raise ValueError(f"{name} {NO_EFFECT.format(shown(field))}")
     function = {**function, "arguments": arguments}
+    check_text(f"{name}, function", json.dumps(function, ensure_ascii=False, default=str))
     return {**call, "function": function} if "function" in call else function
 
 

@@ -388,6 +388,11 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
             "stream_options",
             "stream_options.continuous_usage_stats is not supported",
         ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+            "response_format",
+            "strict is 'yes'",
+        ),
         ({"stream": True, "stream_options": []}, "stream_options", "an object with include_usage"),
         ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around inside"),
         ({"guided_regex": 5}, "guided_regex", "regex is 5"),

@@ -138,6 +138,7 @@ NO_CALLS = [
     '{"arguments": {}}',
     r'{"name": "n\_ow", "arguments": {}}',
     r'{"name": "\ud83d", "arguments": {}}',
+    r'{"name": "now", "arguments": {"a": "\ud800"}}',
     '{"name": "now", "arguments": {\'a\': 1}}',
     '{"name": "now", "arguments": {a: 1}}',
     '{"name": "now", "arguments": {"a": 1,}}',
@@ -430,6 +431,32 @@ def test_a_json_object_with_a_schema_follows_it():
     assert request.grammar == (Grammar.json_schema(schema), "response_format")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ('{"city": "\\ud800"}', "function is not text in UTF-8: it has the surrogate"),
+        ('{"\\udfff": 1}', "function is not text in UTF-8: it has the surrogate"),
+        (f'{{"x": {"[" * 100_000}{"]" * 100_000}}}', "and the JSON object `arguments`"),
+        (f'{{"x": {"1" * 5000}}}', "and the JSON object `arguments`"),
+        ("{'city': 1}", "and the JSON object `arguments`"),
+    ],
+    ids=["a value", "a key", "deep", "digits", "quotes"],
+)
+def test_arguments_of_earlier_calls_that_are_no_text_are_refused_by_name(arguments, why):
+    lm, _ = scripted(TEMPLATES["qwen"])
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    talk = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}, TALK[3]]
+    with pytest.raises(ValueError, match=rf"messages\[1\]\.tool_calls\[0\].*{why}") as error:
+        encoded(lm, request_of(CHAT, {"messages": talk, "tools": [WEATHER]}))
+    assert "\n" not in str(error.value)
+
+
+def test_half_a_surrogate_in_a_tool_is_refused_by_name():
+    tool = {"type": "function", "function": {"name": "now", "description": "\ud800"}}
+    with pytest.raises(ValueError, match="tools is not text in UTF-8"):
+        request_of(CHAT, {"messages": TALK, "tools": [tool]})
+
+
 def test_the_grammar_of_a_request_follows_from_its_tools():
     lm, _ = scripted(TEMPLATES["qwen"])
     strict = NOW | {"function": NOW["function"] | {"strict": True}}
@@ -608,7 +635,7 @@ def odd_answers(form):
     """Answers of a form that are cut, spoiled or random, as bytes."""
     rng, good = random.Random(0), f"<think>Hm.</think>\n{written(form, CALL, OTHER)} Done.".encode()
     found = [good[: rng.randrange(len(good))] for _ in range(6)]
-    for wrong in (*NO_CALLS[:-1], '{"name": "now", "arguments": {"a": "\\ud800"}}'):
+    for wrong in NO_CALLS[:-1]:
         found.append(written(form, wrong, OTHER).encode())
     for piece in (b"\xed\xa0\x80", b"\xff", b"\\", b'"', b"\x00"):
         found += [bytes([*good[:at], *piece, *good[at:]]) for at in rng.sample(range(len(good)), 2)]
