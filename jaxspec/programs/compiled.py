@@ -150,7 +150,8 @@ class Loop:
 
     def rounds_of(self, params: Weights, parts: Parts, state: Any) -> Call:
         """Returns the call of `run_rounds` for a state of these shapes."""
-        numbers = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct(state.done.shape, bool)
+        # Placed as in a call: on a mesh a program has the placement of all of its arguments.
+        numbers = self.put((np.int32(0), np.zeros(state.done.shape, bool)))
         return run_rounds, (params, parts, state, *numbers), self.rounds_static(parts.drafter)
 
     def empty_caches(

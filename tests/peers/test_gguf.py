@@ -125,7 +125,8 @@ def assert_same_logits(path: Path, vocab_size: int) -> None:
     tokens = np.random.default_rng(0).integers(0, vocab_size, (2, 24))
     expected = logits(their_model(path), tokens)
     assert np.abs(expected).max() > 0.3
-    np.testing.assert_allclose(ours(path, tokens), expected, atol=TOLERANCE, rtol=0)
+    # Some of these random logits are above 100, where the sums of float32 differ by processor.
+    np.testing.assert_allclose(ours(path, tokens), expected, atol=TOLERANCE, rtol=2e-5)
 
 
 # transformers ignores a file's biases in Llama, windows and RoPE scaling.
