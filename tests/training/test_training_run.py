@@ -215,8 +215,8 @@ def test_curves_are_drawn_and_events_written(folder, whole, monkeypatch):
     measured = [record for record in training_metrics.read(run) if "acceptance/1" in record]
     assert measured
     assert all(0 <= record["acceptance/1"] <= 1 for record in measured)
-    # Alone, the one layer that there is at first is the model.
-    assert measured[0]["mean_acceptance_length/1"] == 1 + evaluation.NUM_DRAFT_TOKENS
+    longest = 1 + evaluation.NUM_DRAFT_TOKENS
+    assert all(1 <= record["mean_acceptance_length/1"] <= longest for record in measured)
 
 
 @pytest.mark.full
