@@ -231,7 +231,7 @@ def real_story() -> str:
 def test_real_logits():
     tokens = np.array([load_tokenizer(real_file()).encode(real_story()[:1000])])[:, :200]
     np.testing.assert_allclose(
-        ours(real_file(), tokens), logits(real_model(), tokens), atol=TOLERANCE, rtol=0
+        ours(real_file(), tokens), logits(real_model(), tokens), atol=TOLERANCE, rtol=2e-5
     )
 
 
