@@ -62,7 +62,7 @@ UNREAD, _GREEDY = "weights-not-read", method_files.distribution_name(0.0)
 # The compiler's name of a TPU where it differs, and further arguments; the two cores of a v5p share its memory and are
 # one device. Chips of a TPU host along each axis, at most.
 _NAMES, _OPTIONS, _HOST = {"v5p": "v5"}, {"v5p": {"chip_config_name": "megacore"}}, (2, 2, 1)
-# What the compiler asks a driver for: versions of CUDA and cuDNN, and limits that capabilities 7.0 to 9.0 share.
+# A driver gives the compiler the versions of CUDA and cuDNN, and limits. Capabilities 7.0 to 9.0 share these limits.
 _TOOLKIT, _DNN = (13, 0, 0), (9, 12, 0)
 _EVERY_GPU = {
     "shared_memory_per_block": 48 * 2**10,
@@ -74,9 +74,10 @@ _EVERY_GPU = {
     "block_dim_limit_y": 2**16 - 1,
     "block_dim_limit_z": 2**16 - 1,
 }
-# Of each GPU: multiprocessors in the module, float32 cores and resident threads of one, KiB of its shared memory, MiB
-# of the level-2 cache, maximum clock in GHz. From CUDA's programming guide (compute capabilities) and NVIDIA's
-# papers on the architectures Hopper, Ampere, Ada, Volta and Turing; an H200 has the chip of an H100.
+# Columns: the multiprocessors of a GPU; the float32 cores, the resident threads and the KiB of shared memory of each
+# multiprocessor; the MiB of the level-2 cache; the maximum clock in GHz. Sources: CUDA's programming guide (compute
+# capabilities) and NVIDIA's papers on the architectures Hopper, Ampere, Ada, Volta and Turing. An H200 has the chip of
+# an H100.
 _PROCESSORS = {
     "h100": (132, 128, 2048, 228, 50, 1.98),
     "h200": (132, 128, 2048, 228, 50, 1.98),

@@ -150,9 +150,9 @@ class Loop:
 
     def rounds_of(self, params: Weights, parts: Parts, state: Any) -> Call:
         """Returns the call of `run_rounds` for a state of these shapes."""
-        # Placed as in a call: on a mesh a program has the placement of all of its arguments.
-        numbers = self.put((np.int32(0), np.zeros(state.done.shape, bool)))
-        return run_rounds, (params, parts, state, *numbers), self.rounds_static(parts.drafter)
+        # With numbers as in a call: on a mesh, a program depends on the placement of all of its arguments.
+        arguments, static = self.rounds(params, parts, state, 0, np.zeros(state.done.shape, bool))
+        return run_rounds, arguments, static
 
     def empty_caches(
         self, params: Weights, drafter: Drafter, batch: int, capacity: int
@@ -167,7 +167,7 @@ class Loop:
         return memory.size_bytes(self.executables.shapes(empty_caches, *arguments, **static))
 
     def rounds(
-        self, params: Weights, parts: Parts, state: DecodeState, max_rounds: int, halt: np.ndarray
+        self, params: Weights, parts: Parts, state: Any, max_rounds: int, halt: np.ndarray
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `run_rounds`, traced and static; `halt`: bool[B]."""
         numbers = self.put((np.int32(max_rounds), halt))

@@ -39,8 +39,9 @@ _OWN = ("jaxspec", "jax", "jaxlib", "builtins", "collections", "flax", "numpy")
 _IMPORTED = time.time()
 # The programs that `load_ahead` loads for a process.
 _MOST_AHEAD = 3
-# What this process is for, followed by the names of its first programs; and the loads that have begun.
+# The use of this process, see `load_ahead`, followed by the names of its first programs.
 _first: list[Any] = []
+# The loads that `load_ahead` has begun.
 _ahead: dict[tuple[Path, jax.Device], Future[Any]] = {}
 # Seconds after which the programs of another version are removed.
 _OLD = 14 * 86400

@@ -23,7 +23,7 @@ _NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*)?\[ARGS\]\s*(?=\{)")
 _BEGUN_NAME = re.compile(r"[\w.-]*\s*(?:\[[A-Z_]*\]?\s*\w*\s*){0,2}")
 # The key of an item of a JSON object.
 _KEY = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*')
-# What is between two calls.
+# Signs between two calls.
 _COMMAS = re.compile(r"[,;\[\]]")
 # Templates with one of these texts have calls in XML, which are not read.
 _XML = ("<arg_key>", "<function=")
@@ -42,9 +42,8 @@ For each call, write a JSON object with the name and the arguments of the functi
 # Hermes, Qwen 2.5 and 3, SmolLM, EXAONE 4, Granite 4; Phi-4-mini; Granite 3; Ministral 3; Mistral; Llama 3.
 FORMS = (
     Form("<tool_call>", "</tool_call>", "<tool_call>"),
-    Form(
-        "<|tool_call|>", "<|/tool_call|>", "<|/tool", "list"
-    ),  # the template may show the end of the tools only
+    # The template of Phi-4-mini may show the end of the tools only.
+    Form("<|tool_call|>", "<|/tool_call|>", "<|/tool", "list"),
     Form("<|tool_call|>", "", "<|tool_call|>", "list"),
     Form("[TOOL_CALLS]", "", ARGS, "named"),
     Form("[TOOL_CALLS]", "", "[TOOL_CALLS]", "list"),

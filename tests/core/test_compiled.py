@@ -461,7 +461,7 @@ def test_similarities_are_nearly_free():
     assert plain < asd < 1.01 * plain
 
 
-# What a compiler is told beside the program
+# Options of the compiler
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ KINDS = {
     ids=lambda one: getattr(one, "__name__", one),
 )
 def test_the_next_text_drafts_by_the_new_files(tmp_path, use, kind):
-    """As many drafts are accepted as in a new process."""
+    """The model accepts as many draft tokens as in a new process."""
     config, write, method = KINDS[kind]
     path, found = tmp_path / "file", []
     used, fresh = use(model(config)), use(model(config))

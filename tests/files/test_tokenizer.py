@@ -463,7 +463,7 @@ def test_tokens_in_a_file_of_their_own_are_left_to_transformers(tmp_path):
     assert load_tokenizer(tmp_path).encode("a <tool> b") == theirs != ids
 
 
-# What jaxspec's reader of config.json accepts, and transformers' class of the model type does not.
+# Values of config.json that jaxspec accepts and transformers' class of the model type refuses.
 REFUSED = {
     "exaone4": {"sliding_window_pattern": "LLLG", "num_hidden_layers": 4},
     "exaone4 without a pattern": {"sliding_window_pattern": None, "num_hidden_layers": 4},

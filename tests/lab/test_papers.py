@@ -159,7 +159,7 @@ def page_rows(paper, model):
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_pages_have_the_figures_of_the_stored_counts(path):
-    """Of Draft & Verify the page has the mean of five searches, of which the first is stored."""
+    """The page has the mean of five searches of Draft & Verify. Only the counts of the first search are stored."""
     paper, model = path.stem.split("-")
     found = counts.read(path)
     made = counts.report(importlib.import_module(f"benchmarks.papers.{paper}").PAPER, found)

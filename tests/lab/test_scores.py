@@ -1,4 +1,4 @@
-"""What tuning counts by, and the intervals of what is reported."""
+"""The scores that tuning compares, and the intervals of reported figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def result(num_tokens: int, ms: float) -> Result:
     return Result(None, [Token(1)] * num_tokens, "length", statistics)
 
 
-# What tuning counts by
+# The scores that tuning compares
 
 
 class Clock:

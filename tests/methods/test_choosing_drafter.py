@@ -543,7 +543,7 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name, monkeypatch):
 @pytest.mark.representatives("eagle3")
 @pytest.mark.parametrize("name", ["draft-model", "layerskip", "draft-verify", "eagle", "eagle3"])
 def test_the_plain_program_has_the_state_of_the_whole_one(name, monkeypatch):
-    """Of one that never drafts, so that a text can go on with either."""
+    """The smaller program never drafts. Both have one state, so that a text can go on with either."""
     monkeypatch.setattr(choice_rule, "FIRST", -1e6)
     config, second, target, own = whole_drafts()[name]
     whole, states = hybrid(NGram(num_draft_tokens=2), second.taking_turns(), config), []
