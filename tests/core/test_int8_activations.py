@@ -111,7 +111,8 @@ def test_calibration_finds_the_inputs_of_every_matrix(tied):
         return linear(x, weight, *given, **more)
 
     with jax.disable_jit(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numerics, "linear", recording)
+        for module in (numerics, llama):
+            patch.setattr(module, "linear", recording)
         cache = llama.kv.create(config, 1, 8, jnp.float32, True)
         llama.forward(config, params, tokens, jnp.zeros(1, jnp.int32), cache)
     found = calibration.largest_inputs(config, params, tokens)
@@ -203,7 +204,7 @@ def test_a_model_is_loaded_in_the_faster_form(monkeypatch, tmp_path, stored, fas
     assert len(told) == (0 if faster else 1)
     assert lm.precision == f"float32, int8 weights{' and activations' if faster else ''}"
     lm.drafter("draft-model", draft=stored)
-    (draft,) = lm.drafts._loaded.values()
+    ((*_, draft),) = lm.drafts._loaded.values()
     assert draft.rounds_activations == faster
     if not faster:  # the usual int8 weights
         return

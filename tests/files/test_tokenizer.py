@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -506,8 +507,11 @@ def test_a_tokenizer_that_cannot_write_an_a(normalized, tmp_path):
 
 
 @pytest.mark.full
-def test_transformers_says_nothing():
+def test_transformers_says_nothing(tmp_path):
     """A tokenizer that needs it is loaded, and used on a long text, without its notices; later ones are the user's."""
+    shutil.copytree(directory("byte_level"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "added_tokens.json").write_text("{}")  # an older format, which only transformers reads
+    assert read_tokenizer(tmp_path) is None
     code = (
         "import sys\nfrom pathlib import Path\nsys.modules['torch'] = None\n"
         "from jaxspec.io.tokenizers.tokenizer import load_tokenizer\n"
@@ -516,7 +520,7 @@ def test_transformers_says_nothing():
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
     done = subprocess.run(
-        [sys.executable, "-c", code, directory("byte_level")],
+        [sys.executable, "-c", code, tmp_path],
         capture_output=True,
         text=True,
         env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},

@@ -534,24 +534,11 @@ def real_recipe(kind):
     )
 
 
-def test_the_recipe_of_the_small_target_leaves_nothing_to_choose():
-    files = [f"--config={ROOT}/training/recipes/{name}.yaml" for name in ("tasks", "heads-small")]
-    options = option_files.parse(command.Options, [*files, "--kind", "eagle3"], "heads")
-    assert options.settled(10**6, {})[1] == {}
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", "kangaroo", "dflash", "dspark"])
 def test_the_commands_of_the_real_models_recipe_leave_nothing_to_choose(kind):
     options = real_recipe(kind)
     assert options.made == kinds.KINDS[kind]
     assert options.settled(10**6, {})[1] == {}
-
-
-@pytest.mark.parametrize("kind", kinds.KINDS)
-def test_the_recipe_of_the_small_target_serves_every_kind(kind):
-    files = [f"--config={ROOT}/training/recipes/{name}.yaml" for name in ("tasks", "heads-small")]
-    options = option_files.parse(command.Options, [*files, "--kind", kind], "heads")
-    assert options.made == kinds.KINDS[kind]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from jaxspec.heads.uno import network
 from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.heads.writer import write_head
-from jaxspec.io.methods import acceptance_file
 from jaxspec.measuring.bench.free_rows import free_rows
 from jaxspec.methods.base import share_of_step
 from jaxspec.model import cache as kv
@@ -414,22 +413,6 @@ def test_an_adapter_drafts_by_the_name_of_its_method(model, tmp_path):
         assert found.statistics.num_draft_tokens
     with pytest.raises(ValueError, match="holds a head of uno; choose method='uno'"):
         model.drafter("eagle3", draft=str(path))
-
-
-def test_an_adapter_of_another_model_is_measured_by_its_second_token(model, tmp_path, monkeypatch):
-    """Every model accepts the first one, and drafts of one token have no second."""
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    head = UnoConfig(TARGET, RANK, 2.0, (12, 13))
-    write_head(tmp_path / "head", head, tiny.head_params(head), "0123")
-
-    def draft(share: float) -> None:
-        path = tmp_path / "head" / acceptance_file.NAME
-        acceptance_file.write_acceptance(path, "0123", {"uno": (1.0, share)}, {})
-        model.drafter("uno", draft=str(tmp_path / "head"), num_draft_tokens=1)
-
-    with pytest.raises(ValueError, match=r"accepts \d+% of its first tokens in place of 90%"):
-        draft(0.9)
-    draft(0.0)
 
 
 # Training
