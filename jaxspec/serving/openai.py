@@ -23,6 +23,7 @@ from jaxspec.verification import MOST_TOP
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Token budgets of requests without `max_tokens`: OpenAI's for completions, that of `jaxspec chat` for chats.
 _BUDGETS = {COMPLETIONS: 16, CHAT: 512}
+_MAX_STOPS, _MAX_COPIES = 16, 128
 # Numbers and flags that have the same name and meaning as options of `LanguageModel.generate`.
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "n", "ignore_eos", "acceptor", "exact"),
@@ -71,6 +72,24 @@ _NESTED: dict[str, tuple[str, ...]] = {
     "tool_choice": ("type", "function"),
     "tool_choice.function": ("name",),
 }
+# The values of fields, for messages.
+_WANTED = {
+    "chat_template_kwargs": "a JSON object",
+    "messages": "a list of messages with `role` and `content`",
+    "method": "a name, or an object with `name` and the method's options",
+    "model": "a name",
+    "n": f"a number from 1 to {_MAX_COPIES}",
+    "prompt": "a text, token ids, or a list of texts or of lists of token ids",
+    "response_format": "an object with the type text, json_object or json_schema, the last with "
+    '{"json_schema": {"name": "answer", "schema": {…}}}',
+    "seed": f"a number from {-(2**63)} to {2**64 - 1}",
+    "stream_options": "an object with include_usage",
+    "structured_outputs": f"an object with one of {', '.join(_WORDS)}",
+    "tool_choice": "auto, none, required, or one of the tools such as "
+    '{"type": "function", "function": {"name": "now"}}',
+    "tools": "a list of functions such as "
+    '{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}',
+}
 # Fields of the API that are not supported, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -96,9 +115,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stream_options.continuous_usage_stats": (False,),
     "tools.cache_control": ({"type": "ephemeral"},),
 }
-_MAX_STOPS, _MAX_COPIES = 16, 128
 _PYTHON = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "prompts": "prompt"}
-_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
+# The API's names of `Result.finish_reason`.
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
 # JSON has no infinity; the number is vLLM's.
 _MIN_LOG_PROB = -9999.0
 
@@ -214,16 +233,16 @@ def request_of(url: str, body: Any) -> ApiRequest:
         raise BadField("max_tokens is 0; give at least 1, or echo: true for the prompt alone", "max_tokens")
     method, method_options = _method(given.get("method"))
     if "chat_template_kwargs" in given:
-        options["chat_template_kwargs"] = _typed(given, "chat_template_kwargs", Mapping, "a JSON object")
+        options["chat_template_kwargs"] = _typed(given, "chat_template_kwargs", Mapping)
     copies = _checked("n", whole, given.get("n", 1))
     if not 1 <= copies <= _MAX_COPIES:
-        raise BadField(f"n is {shown(copies)}; give a number from 1 to {_MAX_COPIES}", "n")
+        raise _wrong("n", copies)
     stream = _checked("stream", flag, given.get("stream", False))
     return ApiRequest(
         url,
-        _typed(given, "model", str, "a name"),
-        () if chat else _prompts(given),
-        _messages(given) if chat else (),
+        _typed(given, "model", str),
+        () if chat else _prompts(given.get("prompt")),
+        _messages(given.get("messages")) if chat else (),
         options,
         method,
         method_options,
@@ -252,60 +271,55 @@ def _check_names(given: Mapping[str, Any], known: Collection[str], place: str = 
             raise BadField(f"{path} is not supported; leave it out", _field_of(path))
 
 
-def _object(place: str, given: Any, wanted: str) -> dict[str, Any]:
-    """Returns the fields of the object at a place within a request that are not null; `wanted` describes the object."""
+def _object(place: str, given: Any) -> dict[str, Any]:
+    """Returns the fields of the object at a place within a request that are not null."""
     if not isinstance(given, Mapping):
-        raise BadField(f"{place} is {shown(given)}; give {wanted}", _field_of(place))
+        raise _wrong(place, given)
     _check_names(given, _NESTED[place], place)
     return {name: value for name, value in given.items() if value is not None and name in _NESTED[place]}
+
+
+def _wrong(place: str, value: Any) -> BadField:
+    """Returns the error of a value at a place within a request; None is a value that is missing."""
+    field, said = _field_of(place), "missing" if value is None else shown(value)
+    return BadField(f"{place} is {said}; give {_WANTED[field]}", field)
 
 
 def _field_of(place: str) -> str:
     return re.split(r"[. ]", place, maxsplit=1)[0]
 
 
-def _checked(name: str, check: Callable[[str, Any], Any], value: Any) -> Any:
+def _checked(name: str, check: Callable[[str, Any], Any], value: Any, field: str | None = None) -> Any:
     try:
         return check(name, value)
     except ValueError as error:
-        raise BadField(str(error), name) from None
+        raise BadField(str(error), field or name) from None
 
 
-def _typed(given: Mapping[str, Any], name: str, kind: type, wanted: str) -> Any:
+def _typed(given: Mapping[str, Any], name: str, kind: type) -> Any:
     value = given.get(name)
     if value is not None and not isinstance(value, kind):
-        raise BadField(f"{name} is {shown(value)}; give {wanted}", name)
+        raise _wrong(name, value)
     return value
 
 
-def _prompts(given: Mapping[str, Any]) -> list[str | list[int]]:
-    wanted = "give a text, token ids, or a list of texts or of lists of token ids"
-    prompt = given.get("prompt")
-    if prompt is None:
-        raise BadField(f"prompt is missing; {wanted}", "prompt")
+def _prompts(given: Any) -> list[str | list[int]]:
+    def is_prompt(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, list) and all(type(one) is int for one in value))
 
-    def is_ids(value: Any) -> bool:
-        return isinstance(value, list) and all(type(one) is int for one in value)
-
-    prompts = [prompt] if isinstance(prompt, str) or (prompt and is_ids(prompt)) else prompt
+    prompts = [given] if given != [] and is_prompt(given) else given
     if not isinstance(prompts, list) or not prompts:
-        raise BadField(f"prompt is {shown(prompt)}; {wanted}", "prompt")
+        raise _wrong("prompt", given)
     for one in prompts:
-        if not isinstance(one, str) and not is_ids(one):
-            raise BadField(f"prompt has {shown(one)}; {wanted}", "prompt")
+        if not is_prompt(one):
+            raise BadField(f"prompt has {shown(one)}; give {_WANTED['prompt']}", "prompt")
     return prompts
 
 
-def _messages(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    messages = given.get("messages")
-    if (
-        not isinstance(messages, list)
-        or not all(isinstance(one, Mapping) for one in messages)
-        or not messages
-    ):
-        said = "missing" if messages is None else shown(messages)
-        raise BadField(f"messages is {said}; give a list of messages with `role` and `content`", "messages")
-    return messages
+def _messages(given: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given) or not given:
+        raise _wrong("messages", given)
+    return given
 
 
 def _constraints(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,10 +346,9 @@ def _grammar(given: Mapping[str, Any]) -> tuple[Grammar, str] | None:
         if name == "response_format" and value is not None:
             word, value = _response_format(value)
         elif name == "structured_outputs" and value is not None:
-            wanted = f"an object with one of {', '.join(_WORDS)}"
-            own = _object(name, value, wanted)
+            own = _object(name, value)
             if len(own) != 1:
-                raise BadField(f"{name} is {shown(value)}; give {wanted}", name)
+                raise _wrong(name, value)
             ((word, value),) = own.items()
         if value is not None and (word, value) != ("json_object", False):
             try:
@@ -348,66 +361,50 @@ def _grammar(given: Mapping[str, Any]) -> tuple[Grammar, str] | None:
 
 
 def _response_format(given: Any) -> tuple[str, Any]:
-    wanted = (
-        "an object with the type text, json_object or json_schema, the last with "
-        '{"json_schema": {"name": "answer", "schema": {…}}}'
-    )
     kind = given.get("type") if isinstance(given, Mapping) else None
     place = f"response_format of the type {kind}"
-    if not isinstance(kind, str) or place not in _NESTED:
-        raise BadField(f"response_format is {shown(given)}; give {wanted}", "response_format")
-    fields = _object(place, given, wanted)
+    if place not in _NESTED:
+        raise _wrong("response_format", given)
+    fields = _object(place, given)
     if kind == "json_schema":
-        fields = _object("response_format.json_schema", fields.get("json_schema"), wanted)
-        _checked("response_format", lambda _, value: flag("strict", value), fields.get("strict", False))
-    schema = fields.get("schema", {"text": False, "json_object": True}.get(kind))
+        fields = _object("response_format.json_schema", fields.get("json_schema"))
+        _checked("strict", flag, fields.get("strict", False), "response_format")
+    schema = fields.get("schema", {"text": False, "json_object": True}.get(str(kind)))
     if not isinstance(schema, (Mapping, bool)):
-        raise BadField(f"response_format is {shown(given)}; give {wanted}", "response_format")
+        raise _wrong("response_format", given)
     return ("json" if "schema" in fields else "json_object"), schema
 
 
 def _tools(given: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Mapping[str, Any]], bool]:
     """Returns the tools that the model gets, the functions that it may call, and whether it must call one."""
     tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    wanted = (
-        "a list of functions such as "
-        '{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}'
-    )
-    functions: list[Any] = []
     if not isinstance(tools, list):
-        raise BadField(f"tools is {shown(tools)}; give {wanted}", "tools")
+        raise _wrong("tools", tools)
+    functions: list[Any] = []
     for tool in tools:
-        own = _object("tools", tool, wanted)
-        function = _object("tools.function", own.get("function"), wanted)
-        name = function.get("name")
+        own = _object("tools", tool)
+        function = _object("tools.function", own.get("function"))
+        name, parameters = function.get("name"), function.get("parameters") or {}
         is_named = isinstance(name, str) and re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII)
         if not is_named or own.get("type", "function") != "function":
-            raise BadField(f"tools is {shown(tools)}; give {wanted}", "tools")
-        if not isinstance(function.get("parameters") or {}, Mapping):
-            raise BadField(
-                f"parameters of {name} is {shown(function['parameters'])}; give a JSON schema", "tools"
-            )
-        _checked(
-            "tools", lambda _, value: flag("strict of a function", value), function.get("strict") or False
-        )
+            raise _wrong("tools", tools)
+        if not isinstance(parameters, Mapping):
+            raise BadField(f"parameters of {name} is {shown(parameters)}; give a JSON schema", "tools")
+        _checked("strict of a function", flag, function.get("strict") or False, "tools")
         functions.append(function)
     _checked("tools", check_text, json.dumps(tools, ensure_ascii=False))
     if choice == "none":
         return (), (), False
     if choice == "auto":
         return tools, functions, False
-    wanted = (
-        'auto, none, required, or one of the tools such as {"type": "function", "function": {"name": "now"}}'
-    )
-    name, kind = None, "function"
     if choice != "required":
-        own = _object("tool_choice", choice, wanted)
-        named, kind = _object("tool_choice.function", own.get("function"), wanted), own.get("type", kind)
-        name = named.get("name")
-    chosen = [one for one in functions if choice == "required" or one["name"] == name]
-    if not chosen or kind != "function":
-        raise BadField(f"tool_choice is {shown(choice)}; give {wanted}", "tool_choice")
-    return tools, chosen, True
+        own = _object("tool_choice", choice)
+        name = _object("tool_choice.function", own.get("function")).get("name")
+        is_one = own.get("type", "function") == "function"
+        functions = [one for one in functions if is_one and one["name"] == name]
+    if not functions:
+        raise _wrong("tool_choice", choice)
+    return tools, functions, True
 
 
 def _budget(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -431,7 +428,7 @@ def _seed(given: Any) -> int:
     """
     seed: int = _checked("seed", whole, given)
     if not -(2**63) <= seed < 2**64:
-        raise BadField(f"seed is {shown(seed)}; give a number from {-(2**63)} to {2**64 - 1}", "seed")
+        raise _wrong("seed", seed)
     if 0 <= seed < 2**32:
         return seed
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4])
@@ -449,18 +446,13 @@ def _method(method: Any) -> tuple[str | None, dict[str, Any]]:
     if method is None or isinstance(method, str):
         return method, {}
     if not isinstance(method, Mapping) or not isinstance(method.get("name"), str):
-        raise BadField(
-            f"method is {shown(method)}; give a name, or an object with `name` and the method's options",
-            "method",
-        )
+        raise _wrong("method", method)
     return method["name"], {name: value for name, value in method.items() if name != "name"}
 
 
 def _include_usage(options: Any, stream: bool) -> bool:
-    if options is None:
-        return False
-    own = _object("stream_options", options, "an object with include_usage")
-    if not stream:
+    own = {} if options is None else _object("stream_options", options)
+    if options is not None and not stream:
         raise BadField("stream_options needs stream: true", "stream_options")
     return bool(_checked("stream_options", flag, own.get("include_usage", False)))
 
@@ -528,16 +520,6 @@ class Part:
     finish_reason: str | None = None
     reasoning: str = ""
     calls: Sequence[Call] = ()
-
-
-def finish_reason(reason: str) -> str:
-    """Returns the API's name of `Result.finish_reason`.
-
-    Examples:
-      >>> finish_reason("eos")
-      'stop'
-    """
-    return _REASONS[reason]
 
 
 def joined(parts: Iterable[Part]) -> Part:

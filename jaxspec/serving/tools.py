@@ -87,22 +87,22 @@ def told(
     given, messages = dict(variables or {}), chat.known(messages, variables)
     way, more = _way(chat, given) if tools else 0, dict[str, Any]()
     if way is None:
-        form = FORMS[0]
+        form, (before, rest) = FORMS[0], _system(messages)
         system = _TOLD.format("\n".join(map(json.dumps, tools)))
-        before, rest = _system(messages)
-        told_all = [{"role": "system", "content": f"{before}{before and chr(10) * 2}{system}"}, *rest]
-        several = [_as_texts(told_all, form, results=True)]
+        all_told = [{"role": "system", "content": "\n\n".join(filter(None, (before, system)))}, *rest]
+        several = [_as_texts(all_told, form, results=True)]
     else:
         if tools:
             messages, more = _ways(messages, tools)[way]
         form = _form(chat.chosen(given | more), refuses=bool(tools))
         several = [messages, _as_texts(messages, form), _as_texts(messages, form, results=True)]
-    used = form if tools else None
     for one in itertools.chain.from_iterable((one, _without_system(one)) for one in several):
         with contextlib.suppress(ValueError):
             chat.check(one, given | more)
-            return used, one, more
-    return used, several[0], more
+            break
+    else:
+        one = several[0]
+    return form if tools else None, one, more
 
 
 def _ways(

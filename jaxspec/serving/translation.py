@@ -10,7 +10,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.grammar import Grammar, GrammarError, compile_grammar
 from jaxspec.grammar.calls import Calls, Form
 from jaxspec.host.messages import shown
-from jaxspec.serving.openai import ApiRequest, BadField, Part, finish_reason, scored, usage_of
+from jaxspec.serving.openai import FINISH_REASONS, ApiRequest, BadField, Part, scored, usage_of
 from jaxspec.serving.tools import Reader, told
 from jaxspec.texts.generation_options import GRAMMARS
 from jaxspec.texts.requests import batch_of
@@ -109,7 +109,7 @@ class Choice:
             pushed = self._texts.push(piece.token_records, text, result is not None)
             tokens = scored(pushed, self._offset)
             self._offset += sum(len(token.text) for token in tokens)
-        reason = None if result is None else finish_reason(result.finish_reason)
+        reason = None if result is None else FINISH_REASONS[result.finish_reason]
         return self.read(text, tokens, reason)
 
     def read(self, text: str, tokens: Sequence[TokenText], reason: str | None) -> Part:

@@ -35,8 +35,6 @@ from jaxspec.sampling import is_greedy
 
 PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
 THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
-# The report of a model's fitness test, which `training.export` writes beside the model.
-FITNESS_NAME, FITNESS_FORMAT = "fitness.json", "jaxspec.fitness/1"
 # Their names beside a model.
 PLAN_NAME, ASD_NAME, PROBES_NAME = "jaxspec.plan.json", "jaxspec.asd.json", "probes"
 THRESHOLDS_NAME = "thresholds"

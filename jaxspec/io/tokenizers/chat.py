@@ -6,6 +6,7 @@ training: a template cannot reach Python's objects, files or commands.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -105,7 +106,8 @@ class ChatTemplate:
         quiet_transformers()
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = {"conversations": [list(messages)], **self.special_tokens, **(variables or {})}
+        known = self.known(messages, variables)
+        given = {"conversations": [known], **self.special_tokens, **(variables or {})}
         plain = json.loads(_json(given))
         template = self.chosen(variables)
         marks_answers = not (ask or go_on) and _GENERATION.search(template) is not None
@@ -151,45 +153,38 @@ class ChatTemplate:
         role = _DEVELOPER if known else "system"
         return [{**one, "role": role} if one.get("role") == _DEVELOPER else one for one in messages]
 
-    def check(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
-    ) -> None:
-        """Checks that each message has an effect on the prompt: that its text, or else its calls, are rendered.
+    def check(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """Returns `prompt` after a check that each message has an effect on it: its calls, or its text without any.
 
         Raises:
           ValueError: a message or a field of it has none, or as `render`; one line.
         """
-        template = self.chosen(variables)
+        plain = self.prompt(messages, variables)
+        marked = [_marked(message, f"mark{index}q") for index, message in enumerate(messages)]
+
+        def rendered(given: Sequence[Mapping[str, Any]]) -> str:
+            with contextlib.suppress(ValueError):  # of a template that reads contents
+                return self.prompt(given, variables)
+            return ""
+
+        def has_effect(index: int, changed: Mapping[str, Any]) -> bool:
+            return rendered([*messages[:index], changed, *messages[index + 1 :]]) != plain
+
+        template, all_marked = self.chosen(variables), rendered(marked)
         for index, message in enumerate(messages):
             for name in unknown_fields(message):
-                if name in template:
-                    continue
                 rest = {key: value for key, value in message.items() if key != name}
-                others = [*messages[:index], rest, *messages[index + 1 :]]
-                if self.prompt(others, variables) == self.prompt(messages, variables):
+                if name not in template and not has_effect(index, rest):
                     raise ValueError(f"messages[{index}] {NO_EFFECT.format(shown(name))}")
-        marked = [_marked(message, f"mark{index}q") for index, message in enumerate(messages)]
-        try:
-            text = self.prompt(marked, variables)
-        except ValueError:  # of a template that reads contents
-            text = ""
-        lost = [index for index in range(len(messages)) if f"mark{index}q" not in text]
-        for index in lost:
-            message, change = messages[index], marked[index]
-            has_text = isinstance(message.get("content"), str) and message["content"].strip()
-            if not has_text and not message.get("tool_calls"):
+            calls = message.get("tool_calls")
+            if f"mark{index}q" in all_marked or not (calls or str(message.get("content") or "").strip()):
                 continue
-            plain = self.prompt(messages, variables)
-            try:
-                same = plain == self.prompt([*messages[:index], change, *messages[index + 1 :]], variables)
-            except ValueError:
-                same = False
-            if same:
-                what = "calls" if message.get("tool_calls") else "text"
+            if not has_effect(index, marked[index]):
                 raise ValueError(
-                    f"the chat template leaves out messages[{index}], of role {shown(message.get('role'))}: its {what} "
-                    "would not reach the model; give it another role, such as user"
+                    f"the chat template leaves out messages[{index}], of role {shown(message.get('role'))}: its "
+                    f"{'calls' if calls else 'text'} would not reach the model; give it another role, such as user"
                 )
+        return plain
 
     @property
     def thought(self) -> tuple[str, str]:
@@ -217,7 +212,7 @@ class ChatTemplate:
           (None, '</think>')
         """
         begin, end = pair = self.thought
-        messages, template = self.known(messages, variables), self.chosen(variables)
+        template = self.chosen(variables)
         if begin not in template and end not in template:
             return None
         text = self.prompt(messages, variables)
@@ -283,12 +278,11 @@ def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return {**message, "content": mark}
     named = {"name": mark, "arguments": {mark: mark}}
-    calls = (
-        {"function": {**call["function"], **named}} if "function" in call else named
+    calls = [
+        {**call, **({"function": {**call["function"], **named}} if "function" in call else named)}
         for call in message["tool_calls"]
-    )
-    pairs = zip(message["tool_calls"], calls, strict=True)
-    return {**message, "tool_calls": [{**call, **marked} for call, marked in pairs]}
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def unknown_fields(given: Mapping[str, Any]) -> list[str]:

@@ -258,10 +258,8 @@ class Tokenizer:
                 f"the model has no chat template; give one with chat_template=FILE, or {', '.join(FORMS)}, or give a "
                 "model that was trained to chat, such as model=smollm2"
             )
-        messages = chat.known(messages, variables)
-        text = chat.prompt(messages, variables)
+        text = chat.check(messages, variables)
         self._check_size(text, most_tokens)
-        chat.check(messages, variables)
         with failures(_CANNOT_ENCODE):
             return self._one_bos(self._loaded.encode(text, add_special_tokens=False))
 

@@ -12,7 +12,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
 from jaxspec.methods import Method, registry
-from jaxspec.serving.openai import ApiRequest, BadField, Part, finish_reason, scored
+from jaxspec.serving.openai import FINISH_REASONS, ApiRequest, BadField, Part, scored
 from jaxspec.serving.server.engine_thread import Job, News, Unavailable
 from jaxspec.serving.translation import Choice, Prompts, used
 from jaxspec.texts.results import Score
@@ -139,7 +139,7 @@ class Answer:
                 scored_tokens(self._lm, *prompt)
                 for prompt in zip(self._prompts.texts, self._prompts.ids, self._job.scores, strict=True)
             ]
-        reason = finish_reason("length") if self._request.only_echo else None
+        reason = FINISH_REASONS["length"] if self._request.only_echo else None
         which = [row // self._request.n for row in range(self.num_choices)]
         parts = [Part(row, self._prompts.texts[at], scores[at], reason) for row, at in enumerate(which)]
         self._choices = [Choice(part.index, self._request.logprobs, offset=len(part.text)) for part in parts]

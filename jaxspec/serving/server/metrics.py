@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from jaxspec.serving.openai import finish_reason
+from jaxspec.serving.openai import FINISH_REASONS
 from jaxspec.serving.server.engine_thread import EngineThread, Job, News, Timing
 from jaxspec.texts.results import Statistics
 
@@ -84,7 +84,7 @@ class Metrics:
                 self._ended("abort")
                 continue
             result, counts = timing.result, timing.piece.statistics
-            self._ended("abort" if result is None else finish_reason(result.finish_reason))
+            self._ended("abort" if result is None else FINISH_REASONS[result.finish_reason])
             self._count(counts)
             self._histograms["e2e_request_latency_seconds"].observe(time.perf_counter() - job.arrived)
             if timing.first is not None and counts.num_tokens > 1:
