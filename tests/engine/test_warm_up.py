@@ -23,7 +23,7 @@ def test_later_calls_compile_nothing():
             ]
     assert lm.executables.num_compilations == 4
     assert cold.executables.num_compilations == 4
-    lm.generate([3, 4, 5], max_new_tokens=3)  # another method has other programs
+    lm.generate([3, 4, 5], method="autoregressive", max_new_tokens=3)  # another method has other programs
     assert lm.executables.num_compilations == 6
 
 
