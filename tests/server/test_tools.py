@@ -147,7 +147,6 @@ NO_CALLS = [
     '{"name": "now", "arguments": {"a": NaN}}',
     '{"name": "now", "arguments": {"a": "b\nc"}}',
     '{"name": "now", "arguments": {"a": "b}}',
-    '{"name": "now", "arguments": ' + '{"a":' * 2000 + "1" + "}" * 2001,
 ]
 NAMES = ("weather", "now", "b", "c")
 
@@ -211,6 +210,13 @@ def test_what_is_no_call_is_content_and_does_not_end_the_reading(form, wrong):
             assert whole.text.endswith("\n Done.") == (len(pieces[-1]) == 7)
 
 
+def test_what_no_parser_can_nest_is_content():
+    deep = '{"name": "now", "arguments": ' + '{"a":' * 100_000 + "1" + "}" * 100_001
+    whole, found = read(Reader(HERMES, NAMES), [written(HERMES, deep, CALL)])
+    assert [name for name, _ in found] == ["weather"]
+    assert deep in whole.text
+
+
 @pytest.mark.parametrize("form", [*FORMS, None], ids=lambda form: form and f"{form.mark}{form.written}")
 @hypothesis.given(st.data())
 def test_any_text_in_any_pieces_is_one_message(form, data):
@@ -222,7 +228,7 @@ def test_any_text_in_any_pieces_is_one_message(form, data):
     ]
     parts = [
         *marks,
-        *NO_CALLS[:-1],
+        *NO_CALLS,
         OTHER,
         CALL,
         "now[ARGS]{}",
@@ -635,7 +641,7 @@ def odd_answers(form):
     """Answers of a form that are cut, spoiled or random, as bytes."""
     rng, good = random.Random(0), f"<think>Hm.</think>\n{written(form, CALL, OTHER)} Done.".encode()
     found = [good[: rng.randrange(len(good))] for _ in range(6)]
-    for wrong in NO_CALLS[:-1]:
+    for wrong in NO_CALLS:
         found.append(written(form, wrong, OTHER).encode())
     for piece in (b"\xed\xa0\x80", b"\xff", b"\\", b'"', b"\x00"):
         found += [bytes([*good[:at], *piece, *good[at:]]) for at in rng.sample(range(len(good)), 2)]
