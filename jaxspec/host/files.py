@@ -202,6 +202,16 @@ def parse_json(text: str | bytes) -> Any:
         raise
     except ValueError:
         raise ValueError("it has a number of too many digits") from None
+    check_depth(content)
+    return content
+
+
+def check_depth(content: Any) -> None:
+    """Refuses a JSON value that is nested deeper than 100 levels, whatever the limits of this Python are.
+
+    Raises:
+      ValueError: it is.
+    """
     level = [content]
     for _ in range(_MAX_DEPTH):  # the callers may recurse into the value
         inner = (
@@ -209,7 +219,7 @@ def parse_json(text: str | bytes) -> Any:
         )
         level = list(itertools.chain.from_iterable(inner))
         if not level:
-            return content
+            return
     raise ValueError("it is nested too deeply")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxspec.grammar.calls import ARGS, Form
+from jaxspec.host.files import check_depth
 from jaxspec.io.tokenizers.chat import REASONING, ChatTemplate
 from jaxspec.texts.text import overlap
 
@@ -384,7 +385,8 @@ def _call(text: str, name: str | None) -> tuple[str, str] | None:
         written = arguments
         with contextlib.suppress(ValueError, RecursionError):
             arguments = _JSON.decode(arguments)
-    with contextlib.suppress(UnicodeEncodeError, RecursionError):  # half a surrogate is no text
+    with contextlib.suppress(ValueError):  # half a surrogate is no text
+        check_depth(arguments)  # as `parse_json` does where a client returns the call
         json.dumps(arguments, ensure_ascii=False).encode()
         return (called, written) if isinstance(called, str) and isinstance(arguments, dict) else None
     return None
