@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 
+import hypothesis
 import pytest
 
 from jaxspec.host import progress
@@ -46,6 +47,9 @@ def pytest_configure(config):
     os.environ["JAXSPEC_CACHE"] = "off"
     # They neither read nor write the user's data; tests of it set a directory.
     os.environ["JAXSPEC_DATA"] = os.path.join(os.devnull, "data")
+    # An example that takes long on a busy machine is no failure.
+    hypothesis.settings.register_profile("jaxspec", deadline=None)
+    hypothesis.settings.load_profile("jaxspec")
     # Most tests are about plain decoding where they name no method.
     registry.DEFAULT = os.environ.get(METHOD, "autoregressive")
     # A line of the log would stand between expected ones wherever a compilation takes long.

@@ -116,7 +116,7 @@ def simulated(row: int, wrong, count: int, budget: int, eos) -> Counts:
     return counts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     wrong=st.frozensets(st.integers(0, CAPACITY - 1), max_size=12),
     count=st.tuples(*[st.integers(0, K)] * 3),

@@ -76,7 +76,7 @@ def _search(name: str, tokens, length, keys):
 
 @pytest.mark.representatives("usual", "long", "reference-short")
 @pytest.mark.parametrize("name", NGRAMS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     texts=st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=SIZE), min_size=ROWS, max_size=ROWS),
     beyond=st.integers(0, V - 1),

@@ -33,7 +33,7 @@ def distribution_of(numbers, use=("top_k", "top_p", "min_p")) -> Sampling:
     return Sampling(jnp.asarray(temperature, jnp.float32), **{name: given_[name] for name in use})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(numbers=rows, seed=st.integers(0, 10_000))
 def test_filters_as_the_slow_twin(numbers, seed):
     """Each row with its own numbers, every position alike."""

@@ -88,7 +88,7 @@ def moved(gamma: float, rate: float, drafted: int, accepted: int) -> tuple[float
 ROUNDS = st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=1, max_size=8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(drafted=ROUNDS, missed=ROUNDS)
 @example([(4, 4, 3)] * 8, [(0, 1, 0)] * 8)
 @example([(0, 4, 2)] * 5, [(0, 0, 2)] * 5)

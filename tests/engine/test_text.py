@@ -46,7 +46,7 @@ def steps_of(tokens, sizes):
                 at += size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_a_stop_string_ends_a_text_at_the_token_that_completes_it(case):
     """At whatever pieces: the text is cut before the stop, and no token after the one that makes it certain is used."""
@@ -68,7 +68,7 @@ def test_a_stop_string_ends_a_text_at_the_token_that_completes_it(case):
         assert used == fewer
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_the_texts_and_bytes_of_tokens_are_those_of_the_row(case):
     """In whatever pieces, and the same as without the stop string up to it."""

@@ -95,7 +95,7 @@ def test_text_survives(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_stream_adds_up_to_the_text(name, data):
     """Any ids at all: special ones, ids beyond the vocabulary, bytes that are no character."""
@@ -177,7 +177,7 @@ def certain(name: str, data: bytes) -> str:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     data=st.lists(st.sampled_from([*BYTES]), max_size=40).map(bytes),
     times=st.integers(1, 9),

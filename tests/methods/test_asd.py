@@ -64,7 +64,7 @@ def test_each_rule_can_be_switched_off(numbers, attention, mlp):
     assert gone([0.9, 0.6, 1.0, 0.5, 0.4, 1.0], *numbers) == (attention, mlp)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     similarity=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 0.984, 0.985, 0.99, 1.0]), min_size=7, max_size=7),
     alpha=st.sampled_from([0.5, 0.985, 0.99, 1.0]),

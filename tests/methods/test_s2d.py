@@ -133,7 +133,7 @@ LIMITS = st.sampled_from([0.0, 0.35, 0.5, 0.65, 0.8, 1.0])
 
 
 @pytest.mark.full
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(script=SCRIPTS, first=LIMITS, second=LIMITS, rows=st.sampled_from([1, 3]))
 def test_each_token_comes_from_the_first_exit_that_is_sure(script, first, second, rows):
     exits, thresholds = (1, 2, 4), (first, second)
@@ -141,7 +141,7 @@ def test_each_token_comes_from_the_first_exit_that_is_sure(script, first, second
 
 
 @pytest.mark.full
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(script=SCRIPTS, limits=st.lists(st.tuples(LIMITS, LIMITS), min_size=3, max_size=3))
 def test_rows_have_thresholds_of_their_own(script, limits):
     exits = (1, 3, 4)
@@ -149,7 +149,7 @@ def test_rows_have_thresholds_of_their_own(script, limits):
 
 
 @pytest.mark.full
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(script=SCRIPTS, limit=LIMITS, rows=st.sampled_from([1, 3]))
 def test_a_sorted_target_drafts_below_its_last_layer(script, limit, rows):
     exits, thresholds = (1, 3), (limit,)

@@ -92,7 +92,7 @@ def shown(texts: list[list[int]], beyond: int = 0) -> tuple[np.ndarray, np.ndarr
 
 @pytest.mark.representatives("usual", "reference-few-places")
 @pytest.mark.parametrize("name", DRAFTERS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     texts=st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=SIZE), min_size=ROWS, max_size=ROWS),
     beyond=st.integers(0, V - 1),

@@ -69,7 +69,7 @@ hidden_states = jax.jit(lambda params, batch: base.layer_outputs(CONFIG, params,
 # Packing
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @hypothesis_given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), window=st.integers(2, 17))
 def test_packing_loses_and_repeats_no_token(lengths, window):
     originals = documents(np.random.default_rng(0), lengths)
@@ -343,7 +343,7 @@ def test_a_few_steps_learn(params):
 # Tokenizer
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @hypothesis_given(text=st.text(st.characters(exclude_categories=("Cs",))))
 def test_any_text_comes_back_from_its_tokens(words, text):
     ids = words.encode(text, add_special_tokens=False).ids
