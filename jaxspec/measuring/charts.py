@@ -134,7 +134,7 @@ def curves(
     log: bool = False,
     most: float | None = None,
 ) -> Chart:
-    """One line per series, or dots.
+    """One line per series, with dots where its points are few.
 
     Args:
       series: by name.

@@ -140,8 +140,17 @@ def test_every_cell_runs(path, monkeypatch, tmp_path, shallow):
     assert any(outputs for _, outputs in ran)
 
 
+def named(node, names):
+    """Returns what an expression names, if it is an import or an attribute of it; else None."""
+    if isinstance(node, ast.Attribute):
+        return getattr(named(node.value, names), node.attr, None)
+    return names.get(node.id) if isinstance(node, ast.Name) else None
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_a_notebook_imports_exists(path):
+    """And functions of the project have the named arguments with which it calls them."""
+    names = {"jaxspec": jaxspec}
     for cell in notebooks.code_cells(read(path)):
         code = "".join(line for line in cell["source"] if not line.lstrip().startswith(("%", "!")))
         tree = ast.parse(code)
@@ -153,6 +162,12 @@ def test_what_a_notebook_imports_exists(path):
                 for alias in node.names:
                     if not hasattr(module, alias.name):
                         importlib.import_module(f"{node.module}.{alias.name}")
+                    names[alias.asname or alias.name] = getattr(module, alias.name)
+        for node in ast.walk(tree):
+            called = named(node.func, names) if isinstance(node, ast.Call) else None
+            if getattr(called, "__module__", "").startswith(("jaxspec", "training")):
+                given = [one.arg for one in node.keywords if one.arg]
+                inspect.signature(called).bind_partial(**dict.fromkeys(given))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
