@@ -441,7 +441,7 @@ class LanguageModel(Model):
         longest = min(START_CAPACITY, context) if max_tokens is None else whole("max_tokens", max_tokens)
         if not 3 <= longest <= context:
             raise ValueError(f"max_tokens is {longest}; give a number from 3 to the context of {context}")
-        prompt = [0] * min(buckets.prefill_chunk_size(START_CAPACITY, self.platform), longest - 2)
+        prompt = [0] * min(buckets.chunk_sizes(START_CAPACITY, self.platform)[0], longest - 2)
         for size in batch_sizes:
             if whole("batch_sizes", size) < 1:
                 raise ValueError(f"batch_sizes has {size}; give numbers of at least 1")

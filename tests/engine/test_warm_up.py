@@ -45,7 +45,8 @@ def test_a_text_may_grow_and_auto_has_its_program():
 def test_after_the_scheduler_is_warm_no_request_compiles(monkeypatch, method):
     """Whatever its options, its length and the requests beside it."""
     monkeypatch.setattr(buckets, "START_CAPACITY", buckets.MIN_CAPACITY)
-    monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)  # longer prompts are fed in chunks
+    monkeypatch.setattr(buckets, "SMALL_CHUNK_CPU", 16)
+    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 32)  # longer prompts are fed in chunks
     lm = tiny.language_model()
     scheduler = Scheduler(lm, max_batch=4)
     scheduler.warm_up(method=method)
