@@ -26,8 +26,9 @@ LONGEST = (
 )
 
 
-# The variable that names the method of the tests that name none.
-METHOD = "JAXSPEC_TEST_METHOD"
+# The variable that names the method of the tests that name none. Without it, the folders that test what users call have
+# the default of users, and the others decode plainly.
+METHOD, USERS, FRONT = "JAXSPEC_TEST_METHOD", registry.DEFAULT, ("commands", "server")
 # With this variable, a skipped test fails unless its reason is here: CI has all packages and the shared data.
 NO_SKIPS = "JAXSPEC_TEST_NO_SKIPS"
 MAY_SKIP = set() if data.DATA.is_dir() else {"the shared data is not here"}
@@ -50,7 +51,6 @@ def pytest_configure(config):
     # An example that takes long on a busy machine is no failure.
     hypothesis.settings.register_profile("jaxspec", deadline=None)
     hypothesis.settings.load_profile("jaxspec")
-    # Most tests are about plain decoding where they name no method.
     registry.DEFAULT = os.environ.get(METHOD, "autoregressive")
     # A line of the log would stand between expected ones wherever a compilation takes long.
     progress._LOG_S = math.inf
@@ -63,6 +63,15 @@ def pytest_unconfigure(config):
     """Removes the shared programs of this run."""
     if (made := config.stash.get(_PROGRAMS, None)) is not None:
         shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def default_method(request):
+    """Sets the method of the tests of a file that name none, see `METHOD`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if METHOD not in os.environ and request.path.parent.name in FRONT:
+            patch.setattr(registry, "DEFAULT", USERS)
+        yield
 
 
 @pytest.fixture

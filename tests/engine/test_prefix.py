@@ -167,6 +167,7 @@ def test_another_method_uses_the_caches_of_the_target():
 def test_a_text_continues_where_its_layers_with_a_window_hold_the_window(monkeypatch, name):
     """Rings of 71 places keep all of a text of 34 tokens, and of a longer one the end."""
     monkeypatch.setattr(kv, "MOST_ROWS", 32)
+    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 32)
     monkeypatch.setattr(kv, "SPARE", 68)
     monkeypatch.setattr(
         kv,
