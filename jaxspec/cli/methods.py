@@ -33,7 +33,7 @@ def method_field() -> str:
         _warn_once(problem)
     details = f"One of {', '.join(methods)}. --help --method NAME describes one and its options."
     metadata = {"metavar": "NAME", "details": details}
-    return dataclasses.field(default=registry.DEFAULT, metadata=metadata)
+    return dataclasses.field(default_factory=lambda: registry.DEFAULT, metadata=metadata)
 
 
 @functools.cache

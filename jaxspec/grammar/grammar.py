@@ -91,7 +91,8 @@ class Grammar:
         Raises:
           GrammarError: there are none, or they are not strings.
         """
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
+        listed = isinstance(texts, Sequence) and not isinstance(texts, str)
+        if not listed or not texts or not all(isinstance(text, str) for text in texts):
             raise GrammarError(f"choices is {texts!r}; expected a list of strings, such as ['yes', 'no']")
         return cls("choices", tuple(texts), after)
 

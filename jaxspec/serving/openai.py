@@ -280,8 +280,8 @@ def _object(place: str, given: Any) -> dict[str, Any]:
 
 
 def _wrong(place: str, value: Any) -> BadField:
-    """Returns the error of a value at a place within a request; None is a value that is missing."""
-    field, said = _field_of(place), "missing" if value is None else shown(value)
+    """Returns the error of a value at a place within a request."""
+    field, said = _field_of(place), "null or missing" if value is None else shown(value)
     return BadField(f"{place} is {said}; give {_WANTED[field]}", field)
 
 

@@ -158,7 +158,7 @@ def application(
     engine = EngineThread(
         make or (lambda: Scheduler(lm)), max_open, metrics, score or functools.partial(scores_of, lm)
     )
-    settings = Settings(registry.make("autoregressive", {}), key, time_limit_s, allowed, names, report)
+    settings = Settings(registry.make(registry.DEFAULT, {}), key, time_limit_s, allowed, names, report)
     return Api(lm, engine, metrics, settings).app(), engine
 
 

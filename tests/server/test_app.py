@@ -397,6 +397,8 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around inside"),
         ({"guided_regex": 5}, "guided_regex", "regex is 5"),
         ({"guided_choice": []}, "guided_choice", "choices is []"),
+        ({"guided_choice": 1}, "guided_choice", "choices is 1"),
+        ({"structured_outputs": {"choice": {"a": 1}}}, "structured_outputs", "choices is {"),
         ({"guided_choice": ["x"]}, "guided_choice", "no text of the grammar can be written"),
         (
             {"guided_choice": ["a"], "guided_regex": "a"},
@@ -410,7 +412,7 @@ def test_the_method_of_a_request_and_what_it_counts(http, lm):
         ({"prompt": [99]}, "prompt", "prompt has the token id 99; ids are whole numbers from 0 to 12"),
         ({"prompt": []}, "prompt", "prompt is []"),
         ({"prompt": [["a"]]}, "prompt", "prompt has ['a']"),
-        ({"prompt": None}, "prompt", "prompt is missing"),
+        ({"prompt": None}, "prompt", "prompt is null or missing"),
         ({"prompt": "\ud800"}, "prompt", "not text in UTF-8"),
         ({"prompt": "ab " * 600}, "prompt", "the model's context is 512"),
         ({"temperature": -1}, "temperature", "temperature is -1"),
