@@ -13,6 +13,7 @@ import pytest
 
 from jaxspec import methods
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.methods import registry
 from jaxspec.serving.openai import ApiRequest, Part, Responses, scored
 from jaxspec.testing import language_model
 from jaxspec.texts.text import Token, row_text
@@ -656,7 +657,8 @@ def test_pages_of_this_machine_may_read_answers(key):
         assert "access-control-allow-origin" not in http.get("/health").headers
 
 
-def test_the_operator_may_restrict_methods_and_their_options():
+def test_the_operator_may_restrict_methods_and_their_options(monkeypatch):
+    monkeypatch.setattr(registry, "DEFAULT", "autoregressive")
     ngram, layerskip = methods.NGram(ngram_max=3), methods.LayerSkip(exit_layer=1)
     used = []
 
