@@ -417,8 +417,7 @@ class LanguageModel(Model):
         options: there is one program for rounds and one for prompts, on a CPU one for those of at most 64 tokens and
         one for others, for a number of rows (1, 4, 16 …) and a capacity (512, 2,048, 8,192 … tokens). Requests with
         `exact`, with banned words, with a ban of repeated n-grams, or with more than 8 end tokens have programs of
-        their own. Programs for requests that wait for a free row (more
-        prompts than `max_batch`) are not compiled.
+        their own. Programs for requests that wait for a free row (more prompts than `max_batch`) are not compiled.
 
         Args:
           batch_sizes: numbers of prompts.

@@ -36,7 +36,7 @@ def chunk_sizes(capacity: int, platform: str) -> tuple[int, ...]:
 def chunk_size_for(longest: int, capacity: int, platform: str) -> int:
     """Returns the positions per prefill call where up to `longest` tokens of a prompt are fed.
 
-    Chunks are the smallest of which at most two are needed, else the largest.
+    It is the smallest size of which two chunks suffice, else the largest.
 
     Examples:
       >>> chunk_size_for(64, 512, "cpu"), chunk_size_for(65, 512, "cpu")
@@ -53,7 +53,7 @@ def poll_chunks(platform: str) -> int:
 
 def is_long(size: int, platform: str) -> bool:
     """Whether a prompt of `size` tokens is fed over several host polls if it joins a running batch."""
-    return size > poll_chunks(platform) * (MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK)
+    return size > poll_chunks(platform) * chunk_sizes(size, platform)[-1]
 
 
 def rows_for(count: int, most: int, smallest: int = 1) -> int:

@@ -451,8 +451,10 @@ def _method(method: Any) -> tuple[str | None, dict[str, Any]]:
 
 
 def _include_usage(options: Any, stream: bool) -> bool:
-    own = {} if options is None else _object("stream_options", options)
-    if options is not None and not stream:
+    if options is None:
+        return False
+    own = _object("stream_options", options)
+    if not stream:
         raise BadField("stream_options needs stream: true", "stream_options")
     return bool(_checked("stream_options", flag, own.get("include_usage", False)))
 

@@ -296,6 +296,7 @@ class Feeding:
         for size in buckets.chunk_sizes(capacity, platform):
             prompts = Prompts(self._loop, arguments, static | {"chunk_size": size})
             yield prompts.call
+        # A prompt that may be long has the largest chunks, the last of these.
         if chunks and buckets.is_long(capacity, platform):
             number = jax.ShapeDtypeStruct((), jnp.int32)
             function, arguments, static = start = prompts.start()
