@@ -414,10 +414,10 @@ class LanguageModel(Model):
         """Compiles the programs that `generate` and `stream` need for batches of these sizes.
 
         A batch of one of these sizes, with the same method and acceptor, then compiles nothing, whatever its other
-        options: there is one program for rounds and one for prompts, on a CPU one for those of at most 64 tokens and
-        one for others, for a number of rows (1, 4, 16 …) and a capacity (512, 2,048, 8,192 … tokens). Requests with
-        `exact`, with banned words, with a ban of repeated n-grams, or with more than 8 end tokens have programs of
-        their own. Programs for requests that wait for a free row (more prompts than `max_batch`) are not compiled.
+        options: there are two programs for a number of rows (1, 4, 16 …) and a capacity (512, 2,048, 8,192 … tokens),
+        one for prompts, one for rounds. Requests with `exact`, with banned words, with a ban of repeated n-grams, or
+        with more than 8 end tokens have programs of their own. Programs for requests that wait for a free row (more
+        prompts than `max_batch`) are not compiled.
 
         Args:
           batch_sizes: numbers of prompts.
@@ -441,7 +441,7 @@ class LanguageModel(Model):
         longest = min(START_CAPACITY, context) if max_tokens is None else whole("max_tokens", max_tokens)
         if not 3 <= longest <= context:
             raise ValueError(f"max_tokens is {longest}; give a number from 3 to the context of {context}")
-        prompt = [0] * min(buckets.chunk_sizes(START_CAPACITY, self.platform)[0], longest - 2)
+        prompt = [0] * min(buckets.prefill_chunk_size(START_CAPACITY, self.platform), longest - 2)
         for size in batch_sizes:
             if whole("batch_sizes", size) < 1:
                 raise ValueError(f"batch_sizes has {size}; give numbers of at least 1")

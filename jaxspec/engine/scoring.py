@@ -45,7 +45,7 @@ def scores(
             first[row], own = texts[index]
             tokens[row, : len(own)], length[row] = own, len(own)
         arrays = loop.put((tokens, length, first))
-        chunk_size = min(buckets.chunk_size_for(longest, capacity, loop.platform), _MAX_CHUNK)
+        chunk_size = min(buckets.prefill_chunk_size(capacity, loop.platform), _MAX_CHUNK, capacity)
         static = {"config": loop.config, "chunk_size": chunk_size, "merged": loop.mesh is None}
         numbers = fetched(loop.executables.call(compiled.score, params, *arrays, **static))
         for row, index in enumerate(batch):

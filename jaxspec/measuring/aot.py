@@ -486,7 +486,7 @@ def make(
 
     request = place.put(jax.eval_shape(asked))
     weights = Weights(place.put_params(target.params(dtype), target.config), own)
-    static = compiled.prefill_static(target.config, capacity, capacity, platform, place.mesh)
+    static = compiled.prefill_static(target.config, capacity, platform, place.mesh)
     return Programs(target.config, weights, place.put(parts), request, place, static, part_bytes(shared))
 
 

@@ -8,11 +8,10 @@ START_CAPACITY = 512
 MIN_CAPACITY = 32
 # A capacity is a multiple of it: the lanes of a TPU.
 _TILE = 128
-# Positions per prefill call, which bound its memory. On a CPU a position takes less time in a large chunk, and a short
-# prompt has a small one, which pads less.
-MAX_CHUNK, MAX_CHUNK_CPU, SMALL_CHUNK_CPU = 256, 128, 32
+# Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less.
+MAX_CHUNK, MAX_CHUNK_CPU, MIN_CHUNK = 256, 32, 16
 # Prompt chunks fed per host poll while other rows are decoding.
-POLL_CHUNKS, POLL_CHUNKS_CPU = 4, 1
+POLL_CHUNKS = 4
 
 
 def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
@@ -20,40 +19,14 @@ def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:
     return max(smallest, 1 << (size - 1).bit_length())
 
 
-def chunk_sizes(capacity: int, platform: str) -> tuple[int, ...]:
-    """Returns the positions per prefill call of the programs for `capacity` slots, rising.
-
-    Examples:
-      >>> chunk_sizes(512, "cpu"), chunk_sizes(512, "tpu"), chunk_sizes(64, "tpu")
-      ((32, 128), (256,), (64,))
-    """
-    if platform != "cpu":
-        return (min(MAX_CHUNK, capacity),)
-    most = min(MAX_CHUNK_CPU, capacity)
-    return tuple(sorted({min(SMALL_CHUNK_CPU, most), most}))
-
-
-def chunk_size_for(longest: int, capacity: int, platform: str) -> int:
-    """Returns the positions per prefill call where up to `longest` tokens of a prompt are fed.
-
-    It is the smallest size of which two chunks suffice, else the largest.
-
-    Examples:
-      >>> chunk_size_for(64, 512, "cpu"), chunk_size_for(65, 512, "cpu")
-      (32, 128)
-    """
-    sizes = chunk_sizes(capacity, platform)
-    return next((size for size in sizes if longest <= 2 * size), sizes[-1])
-
-
-def poll_chunks(platform: str) -> int:
-    """Returns the chunks of a long prompt that are fed in one host poll, between the rounds of the other rows."""
-    return POLL_CHUNKS_CPU if platform == "cpu" else POLL_CHUNKS
+def prefill_chunk_size(longest: int, platform: str) -> int:
+    """Returns the positions per prefill call for a longest prompt of this many tokens."""
+    return min(bucket(longest, MIN_CHUNK), MAX_CHUNK_CPU if platform == "cpu" else MAX_CHUNK)
 
 
 def is_long(size: int, platform: str) -> bool:
     """Whether a prompt of `size` tokens is fed over several host polls if it joins a running batch."""
-    return size > poll_chunks(platform) * chunk_sizes(size, platform)[-1]
+    return size > POLL_CHUNKS * prefill_chunk_size(size, platform)
 
 
 def rows_for(count: int, most: int, smallest: int = 1) -> int:

@@ -32,13 +32,11 @@ def constrained(mesh: Mesh | None, state: State) -> State:
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(mesh, state))
 
 
-def prefill_static(
-    config: LlamaConfig, longest: int, capacity: int, platform: str, mesh: Mesh | None
-) -> dict[str, Any]:
-    """Returns the static arguments of `prefill` for rows of `capacity` slots, of which up to `longest` are fed."""
+def prefill_static(config: LlamaConfig, capacity: int, platform: str, mesh: Mesh | None) -> dict[str, Any]:
+    """Returns the static arguments of `prefill` for rows of `capacity` slots."""
     return {
         "config": config,
-        "chunk_size": buckets.chunk_size_for(longest, capacity, platform),
+        "chunk_size": min(buckets.prefill_chunk_size(capacity, platform), capacity),
         "merged": mesh is None,
         "mesh": mesh,
     }
@@ -142,9 +140,9 @@ class Loop:
         """Returns arrays on the devices of the loop."""
         return put(tree, self.place)
 
-    def prefill_static(self, longest: int, capacity: int) -> dict[str, Any]:
-        """Returns the static arguments of `prefill` for rows of `capacity` slots, of which up to `longest` are fed."""
-        return prefill_static(self.config, longest, capacity, self.platform, self.mesh)
+    def prefill_static(self, capacity: int) -> dict[str, Any]:
+        """Returns the static arguments of `prefill` for rows of `capacity` slots."""
+        return prefill_static(self.config, capacity, self.platform, self.mesh)
 
     def rounds_static(self, drafter: Drafter) -> dict[str, Any]:
         """Returns the static arguments of `run_rounds`."""

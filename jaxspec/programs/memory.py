@@ -50,7 +50,7 @@ def prefill_bytes(
     if platform == "cpu":
         return 0
     size = np.dtype(dtype).itemsize
-    tokens = batch_size * buckets.chunk_sizes(capacity, platform)[-1]
+    tokens = batch_size * min(buckets.prefill_chunk_size(capacity, platform), capacity)
     queries = tokens * config.num_heads
     slots = min(cache.block_on_accelerator(queries), capacity)
     attention = queries * (slots * (4 + size) + 8 * config.head_dim)

@@ -179,8 +179,7 @@ class Feeding:
         if self._reuse is not None or any(request.start for request in requests):
             arrays["start"] = np.array([request.start for request in requests], np.int32)
         arguments = self._params, parts, decoding.Request(**self._loop.put(arrays))
-        longest = max(request.num_fed for request in requests)
-        return Prompts(self._loop, arguments, self._loop.prefill_static(longest, capacity))
+        return Prompts(self._loop, arguments, self._loop.prefill_static(capacity))
 
     def continuing(self, prompts: Prompts, indices: Sequence[int | None]) -> Prompts:
         """Returns prompts with the caches from which their rows continue; `indices`: of the requests.
@@ -280,9 +279,7 @@ class Feeding:
             if continued:
                 later = self.prompts([dataclasses.replace(example, start=1)], capacity, parts)
                 caches = jax.eval_shape(self._strategy.caches, states[batches[0]])
-                arguments = *later.arguments, caches
-                for size in buckets.chunk_sizes(capacity, self._loop.platform):
-                    yield compiled.prefill, arguments, later.static | {"chunk_size": size}
+                yield compiled.prefill, (*later.arguments, caches), later.static
             if not buckets.must_grow(longest, self._drafter.reach, capacity):
                 return
             capacity = self.capacity_for(capacity + 1)
@@ -291,13 +288,9 @@ class Feeding:
 
     def _prefills(self, prompts: Prompts, chunks: bool) -> Iterator[Call]:
         """Yields the calls that feed prompts whole and, where a prompt may be long, in chunks."""
-        capacity, platform = prompts.arguments[2].tokens.shape[1], self._loop.platform
-        function, arguments, static = prompts.call
-        for size in buckets.chunk_sizes(capacity, platform):
-            prompts = Prompts(self._loop, arguments, static | {"chunk_size": size})
-            yield prompts.call
-        # A prompt that may be long has the largest chunks, the last of these.
-        if chunks and buckets.is_long(capacity, platform):
+        yield prompts.call
+        chunk_size, capacity = prompts.static["chunk_size"], prompts.arguments[2].tokens.shape[1]
+        if chunks and capacity > buckets.POLL_CHUNKS * chunk_size:
             number = jax.ShapeDtypeStruct((), jnp.int32)
             function, arguments, static = start = prompts.start()
             yield start

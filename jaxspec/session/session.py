@@ -368,7 +368,7 @@ class Session:
             return []
         refill = self._refills[0]
         first = refill.next_chunk
-        refill.next_chunk = min(first + buckets.poll_chunks(self.loop.platform), refill.num_chunks)
+        refill.next_chunk = min(first + buckets.POLL_CHUNKS, refill.num_chunks)
         numbers = self.loop.put((np.int32(first), np.int32(refill.next_chunk)))
         refill.fed = self._feeding.call(refill.prompts.feed(refill.fed, *numbers))
         if refill.next_chunk < refill.num_chunks:

@@ -167,8 +167,8 @@ assert [one.tokens for one in both.generate(prompts, **options)] == [
 print("adapter")
 
 # A long prompt that is fed between the rounds of its neighbour, by the target, by a draft model and by heads.
-assert buckets.MAX_CHUNK_CPU
-buckets.MAX_CHUNK_CPU = 16
+assert buckets.POLL_CHUNKS
+buckets.POLL_CHUNKS, buckets.MAX_CHUNK_CPU = 1, 16
 called, call = set(), lm.executables.call
 lm.executables.call = lambda function, *args, **static: called.add(function) or call(function, *args, **static)
 long = [3, 1, 4, 1, 5, 9, 2, 6] * 5

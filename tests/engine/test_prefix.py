@@ -167,7 +167,6 @@ def test_another_method_uses_the_caches_of_the_target():
 def test_a_text_continues_where_its_layers_with_a_window_hold_the_window(monkeypatch, name):
     """Rings of 71 places keep all of a text of 34 tokens, and of a longer one the end."""
     monkeypatch.setattr(kv, "MOST_ROWS", 32)
-    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 32)
     monkeypatch.setattr(kv, "SPARE", 68)
     monkeypatch.setattr(
         kv,
@@ -200,10 +199,10 @@ def test_a_warm_model_compiles_nothing_for_the_first_texts():
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 def test_requests_of_a_scheduler(name, monkeypatch):
     """They arrive at once, and those that share a long beginning wait until it is fed."""
+    monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
     method, long = tiny.drafter_of(name), SYSTEM * 5
     prompts = [*PROMPTS, [*long, 1], [*long, 2, 2], [*long, 3]]
     fresh = model(prefix_cache=None).generate(prompts, method=method, **OPTIONS)
-    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 32)
     lm = model()
     scheduler, results = Scheduler(lm, max_batch=8), {}
     fed = fed_by(lm, monkeypatch)

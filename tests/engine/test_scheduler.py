@@ -24,6 +24,7 @@ BUDGET = 14
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """A host poll processes 16 positions of a long prompt."""
+    monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
     monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 

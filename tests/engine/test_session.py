@@ -202,6 +202,7 @@ def joined(steps, index):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """A host poll processes 16 positions of a long prompt."""
+    monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)
     monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 16)
 
 

@@ -8,23 +8,23 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.programs import buckets
 from tests import tiny
 
-LONG = [3, 4, 5] * 25  # its chunks have another size
+LONG = [3, 4, 5] * 12
 
 
 def test_later_calls_compile_nothing():
     lm, cold = tiny.language_model(), tiny.language_model()
     lm.warm_up(batch_sizes=(1, 2), max_tokens=200, method="ngram")
-    assert lm.executables.num_compilations == 6
+    assert lm.executables.num_compilations == 4
     for batch in ([[3, 4, 5]], [LONG], [[3, 4, 5], LONG]):
         for new in (3, 30, 120):
             texts = lm.generate(batch, method="ngram", max_new_tokens=new)
             assert [one.tokens for one in texts] == [
                 one.tokens for one in cold.generate(batch, method="ngram", max_new_tokens=new)
             ]
-    assert lm.executables.num_compilations == 6
-    assert cold.executables.num_compilations == 5
+    assert lm.executables.num_compilations == 4
+    assert cold.executables.num_compilations == 4
     lm.generate([3, 4, 5], method="autoregressive", max_new_tokens=3)  # another method has other programs
-    assert lm.executables.num_compilations == 8
+    assert lm.executables.num_compilations == 6
 
 
 @pytest.mark.full
@@ -45,8 +45,7 @@ def test_a_text_may_grow_and_auto_has_its_program():
 def test_after_the_scheduler_is_warm_no_request_compiles(monkeypatch, method):
     """Whatever its options, its length and the requests beside it."""
     monkeypatch.setattr(buckets, "START_CAPACITY", buckets.MIN_CAPACITY)
-    monkeypatch.setattr(buckets, "SMALL_CHUNK_CPU", 16)
-    monkeypatch.setattr(buckets, "MAX_CHUNK_CPU", 32)  # longer prompts are fed in chunks
+    monkeypatch.setattr(buckets, "POLL_CHUNKS", 1)  # longer prompts are fed in chunks
     lm = tiny.language_model()
     scheduler = Scheduler(lm, max_batch=4)
     scheduler.warm_up(method=method)

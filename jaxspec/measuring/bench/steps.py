@@ -84,7 +84,7 @@ class Steps(Loop):
         self, lm: LanguageModel, params: Weights, drafter: Drafter, capacity: int = CAPACITY
     ) -> None:
         given = params, Parts(drafter, GreedyAcceptor(), Greedy())
-        static = compiled.prefill_static(lm.config, PREFILL, PREFILL, lm.device.platform, lm.mesh)
+        static = compiled.prefill_static(lm.config, PREFILL, lm.device.platform, lm.mesh)
         start = functools.partial(lm.executables.call, compiled.prefill, *given)
         self.prefill = functools.partial(start, _request(lm, PREFILL, PREFILL), None, **static)
         state, _ = start(_request(lm, LIVE, capacity), None, **(static | {"chunk_size": LIVE}))

@@ -18,7 +18,7 @@ from jaxspec.measuring.bench.suite_options import check_budget
 from jaxspec.measuring.tuning.agreement import AgreementTexts, prepare
 from jaxspec.measuring.tuning.tuning_options import PromptOptions
 from jaxspec.model.sharding import local
-from jaxspec.programs.buckets import bucket, chunk_size_for
+from jaxspec.programs.buckets import bucket, prefill_chunk_size
 
 _USUAL = PromptOptions()
 # Number of prompts per kind of work if no files are given.
@@ -114,7 +114,7 @@ def prepare_texts(
             jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
             _padded(texts, longest),
             jnp.asarray([len(text) for text in texts], jnp.int32),
-            chunk_size=chunk_size_for(length, bucket(length + longest), lm.device.platform),
+            chunk_size=prefill_chunk_size(length, lm.device.platform),
             merged=lm.mesh is None,
         )
     jax.block_until_ready(prepared)  # before another program runs, see `bench.steps.Loop`
