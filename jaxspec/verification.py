@@ -182,7 +182,7 @@ def run_target(
         weights, rows = beside.params, Tree.of(beside.shape, beside.shape.depth)
     aux_hidden_states = None
     if count:
-        hidden, aux_hidden_states, cache = llama.run_with_aux(
+        hidden, aux_hidden_states, cache, _ = llama.run_with_aux(
             config, weights, hidden, start, cache, drafter.aux_layers, layers=rest, tree=rows
         )
     hidden, further = hidden[:, :count], None if beside is None else hidden[:, count:]

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig, Scores
+from jaxspec.model.control import OneOf, of
 from jaxspec.model.numerics import (
     LANES,
     SUMMED,
@@ -174,15 +176,29 @@ def write(
     value of NaN would be NaN; with 0 it is 0. So a padded or rejected token cannot spoil a text. In an int8 cache the
     largest magnitudes take the place of the elements.
     """
+    return put(layer, stored(layer, keys, values), start, merged, ring)
+
+
+def stored(layer: Layer, keys: jax.Array, values: jax.Array) -> Layer:
+    """Returns keys and values [B, T, KV, hd] as `write` stores them in a layer, [B, T, KV, ·] each."""
     new = keys, values
     if len(layer) > 2:
         keys, values = (jnp.max(jnp.abs(x), axis=-1, keepdims=True) for x in new)
     keys, values = (x.astype(layer[-1].dtype) for x in (keys, values))  # may exceed the range of float16
     nan_or_zero = 0 * keys + 0 * values  # 0 or NaN
-    stored: Layer = (keys + nan_or_zero, jnp.where(nan_or_zero == 0, values, 0))
-    if len(layer) > 2:
-        stored = (*map(_whole, new, stored), *stored)
-    return tuple(_put(buffer, x, start, merged, ring) for buffer, x in zip(layer, stored, strict=True))
+    clean: Layer = (keys + nan_or_zero, jnp.where(nan_or_zero == 0, values, 0))
+    return clean if len(layer) == 2 else (*map(_whole, new, clean), *clean)
+
+
+def no_rows(config: LlamaConfig, layer: Layer, hidden: jax.Array) -> Layer:
+    """Returns zeros in place of `stored`, for tokens whose residual stream is hidden [B, T, D]."""
+    shape = (*hidden.shape[:2], config.held_kv_heads)
+    return tuple(jnp.zeros((*shape, x.shape[-1]), x.dtype) for x in layer)
+
+
+def put(layer: Layer, new: Layer, start: jax.Array, merged: bool, ring: bool = False) -> Layer:
+    """Writes the results of `stored` to slots start[b] … start[b] + T − 1 of row b, see `write`."""
+    return tuple(_put(buffer, x, start, merged, ring) for buffer, x in zip(layer, new, strict=True))
 
 
 def _whole(x: jax.Array, largest: jax.Array) -> jax.Array:
@@ -202,7 +218,7 @@ def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, merged: bool, ring
     if merged and batch <= UNROLLED_ROWS and (length == 1 or not ring):
         for row in range(batch):
             corner = (row * kv_heads, start[row], 0)
-            buffer = jax.lax.dynamic_update_slice(buffer, new[row], corner)
+            buffer = jax.lax.dynamic_update_slice(buffer, new[row], corner, allow_negative_indices=False)
         return buffer
     split = buffer.reshape(batch, kv_heads, *buffer.shape[-2:])
     rows = jnp.arange(batch)[:, None, None]
@@ -296,7 +312,7 @@ def summed_along(slots: jax.Array, path: jax.Array) -> jax.Array:
 @jax.named_scope("attend")
 def attend(
     queries: jax.Array,
-    layer: Layer,
+    layer: Layer | OneOf,
     positions: jax.Array,
     window: int | None,
     merged: bool,
@@ -304,34 +320,43 @@ def attend(
     places: jax.Array | None = None,
     exact: bool = False,
     scores: Scores = Scores(),
+    begun: Sums | None = None,
 ) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] at positions int32[B, T] over a layer's slots.
 
     A query sees the slots up to its own position, or the latest `window` of them. In a tree, `seen` bool[B, T, S] marks
     the visible slots instead, and `positions` are the slots of the queries. `places`, int32[B, S], is the position of
     each slot, or in a ring the slot in each place; None where it is the number of the place. `exact` is that of
-    `LlamaConfig`, and needs `places`.
+    `LlamaConfig`, and needs `places`. `begun` are the sums over keys that are not in the layer, see `sums_over`.
 
     Returns:
       [B, T, KV, G, hd].
     """
-    slots = layer[0].shape[-2]
+    slots = (layer.each[0] if isinstance(layer, OneOf) else layer)[0].shape[-2]
     if exact and places is not None:
+        assert not isinstance(layer, OneOf)
         return _by_positions(queries, layer, positions, window, merged, places, seen, scores)
     num_queries = queries.size // queries.shape[-1]
     # Blocks before the window are left out, except where the order of the places is not that of the positions.
     skipped = window if seen is None and places is None else None
 
     def whole(
-        queries: jax.Array, positions: jax.Array, layer: Layer, seen: Any, places: Any, apart: bool = False
+        queries: jax.Array,
+        positions: jax.Array,
+        layer: Layer | OneOf,
+        seen: Any,
+        places: Any,
+        begun: Sums | None = None,
+        apart: bool = False,
     ) -> jax.Array:
         if seen is None:
+            assert not isinstance(layer, OneOf)
             slot = jnp.arange(layer[0].shape[-2])[None] if places is None else places
             seen = visible(positions, slot[:, None], window)
-        return attend_where(queries, layer, seen, merged, scores, apart)
+        return attend_where(queries, layer, seen, merged, scores, apart, begun)
 
     if slots <= BLOCK or slots % BLOCK:
-        return whole(queries, positions, layer, seen, places)
+        return whole(queries, positions, layer, seen, places, begun)
 
     blocks = functools.partial(_by_blocks, window=window, skipped=skipped, merged=merged, scores=scores)
     by_blocks = functools.partial(blocks, width=BLOCK)
@@ -346,6 +371,8 @@ def attend(
 
     # The scores of all slots must fit into a processor's cache.
     on_cpu = by_live_length if num_queries * slots <= MOST_SCORES else by_blocks
+    if isinstance(layer, OneOf):
+        return on_cpu(queries, positions, layer, seen, places, begun)
     # On an accelerator the scores of a block must fit into fast memory. As long as those of all slots do, a loop would
     # only make each layer wait for its predicate; there the capacity bounds the cost.
     width = block_on_accelerator(num_queries)
@@ -387,22 +414,40 @@ def block_on_accelerator(num_queries: int) -> int:
 
 def attend_where(
     queries: jax.Array,
-    layer: Layer,
+    layer: Layer | OneOf,
     seen: jax.Array,
     merged: bool,
     scores: Scores = Scores(),
     apart: bool = False,
+    begun: Sums | None = None,
 ) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] over the slots where `seen` bool[B, T, S] → [B, T, KV, G, hd].
 
     If `apart`, queries that share keys are not adjacent: one product per query head, which reads the keys of its group.
+    `begun` is as in `attend`.
     """
     q, (_, length, _, group, _) = _by_key_head(queries, merged), queries.shape
     if apart:
         q = q.reshape(*q.shape[:-2], group, length, q.shape[-1])
+        assert not isinstance(layer, OneOf)
         layer = tuple(jnp.broadcast_to(x[..., None, :, :], (*q.shape[:-2], *x.shape[-2:])) for x in layer)
-    mixed, total, _ = _partial_softmax(q, layer, seen, scores)
+    sums = _partial_softmax(q, layer, seen, scores)
+    mixed, total, _ = sums if begun is None else _joined(begun, sums)
     return _by_query(mixed / total, queries)
+
+
+def sums_over(queries: jax.Array, rows: Layer, seen: jax.Array, scores: Scores) -> Sums:
+    """Returns the sums of queries [B, T, KV, G, hd] over the results of `stored` where `seen` bool[B, T, T]."""
+    merged = tuple(x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in rows)
+    return _partial_softmax(_by_key_head(queries, True), merged, seen, scores)
+
+
+def _joined(one: Sums, other: Sums) -> Sums:
+    """Returns the sums over the slots of both, which are rescaled to the common maximum before they are added."""
+    (mixed, total, top), (new_mixed, new_total, new_top) = one, other
+    highest = jnp.maximum(top, new_top)
+    old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
+    return mixed * old + new_mixed * new, total * old + new_total * new, highest
 
 
 def _by_key_head(queries: jax.Array, merged: bool) -> jax.Array:
@@ -419,20 +464,29 @@ def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
     return mixed.transpose(0, 3, 1, 2, 4)
 
 
-def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array, scores: Scores) -> Sums:
-    """Returns the unnormalised softmax over some slots; `seen` is as in `_masked_scores`."""
-    keys, values, *largest = layer
-    q = q.astype(layer[-1].dtype)
-    scored = _masked_scores(q, keys, seen, scores, *largest[:1])
+def _partial_softmax(q: jax.Array, layer: Layer | OneOf, seen: jax.Array, scores: Scores) -> Sums:
+    """Returns the unnormalised softmax over some slots; `seen` is as in `_masked`."""
+    buffers = layer.each[0] if isinstance(layer, OneOf) else layer
+    dtype = buffers[-1].dtype
+    q = q.astype(dtype)
+    # Only the products differ by layer: the largest magnitudes are small enough to be copied.
+    largest = [of(layer, operator.itemgetter(at)) for at in range(2, len(buffers))]
+    products = of(layer, lambda layer, q: _batched_product(q, layer[0], 1), q)
+    scored = _masked(_scaled(products, q.shape[-1], scores, *largest[:1]), seen)
+    if isinstance(layer, OneOf):
+        scored = jax.lax.optimization_barrier(scored)  # two maxima read it
     # The maximum cancels out, so its gradient is zero.
     top = jax.lax.stop_gradient(jnp.max(scored, axis=-1, keepdims=True))
     weights = jnp.exp(scored - top)
-    rounded = weights.astype(q.dtype)
+    if isinstance(layer, OneOf):
+        # XLA's library for a CPU computes the exponentials if nothing else reads the maximum.
+        top = -jnp.min(-scored, axis=-1, keepdims=True)
+    rounded = weights.astype(dtype)
 
     def by_product(weights: jax.Array, rounded: jax.Array) -> jax.Array:
         # XLA replaces a product with a single column by a sum, which takes fewer cycles for few rows.
         columns = TPU_ROWS if q.shape[-2] > LANES else 1
-        ones, precision = jnp.ones((values.shape[-2], columns), q.dtype), precision_of(q.dtype)
+        ones, precision = jnp.ones((rounded.shape[-1], columns), dtype), precision_of(dtype)
         return jnp.matmul(rounded, ones, precision=precision, preferred_element_type=jnp.float32)[..., :1]
 
     def by_sum(weights: jax.Array, rounded: jax.Array) -> jax.Array:
@@ -441,10 +495,10 @@ def _partial_softmax(q: jax.Array, layer: Layer, seen: jax.Array, scores: Scores
     # By the compiler's estimate, the vector unit of a TPU takes six times as long for the sums as the matrix unit takes
     # for both products.
     total = jax.lax.platform_dependent(weights, rounded, tpu=by_product, default=by_sum)
-    if not largest:
-        return _batched_product(rounded, values, 0), total, top
-    mixed = _batched_product((weights * _by_slot(largest[1])).astype(q.dtype), values, 0)
-    return mixed * (1 / _LEVELS), total, top
+    if largest:
+        rounded = (weights * _by_slot(largest[1])).astype(dtype)
+    mixed = of(layer, lambda layer, rounded: _batched_product(rounded, layer[1], 0), rounded)
+    return mixed * (1 / _LEVELS) if largest else mixed, total, top
 
 
 def _by_slot(largest: jax.Array) -> jax.Array:
@@ -452,19 +506,17 @@ def _by_slot(largest: jax.Array) -> jax.Array:
     return largest.swapaxes(-1, -2).astype(jnp.float32)
 
 
-def _masked_scores(
-    q: jax.Array, keys: jax.Array, seen: jax.Array, scores: Scores, *largest: jax.Array, exact: bool = False
-) -> jax.Array:
-    """Returns the scores float32[..., S] of q [..., hd] where `seen` bool[B, T, S], or by head bool[B, KV·G, T, S].
-
-    `largest`: for keys in int8, their largest magnitudes [..., S, 1].
-    """
-    batch, *_, length, slots = seen.shape
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
-    scored = _batched_product(q, keys, 1, exact) * scale
+def _scaled(products: jax.Array, head_dim: int, scores: Scores, *largest: jax.Array) -> jax.Array:
+    """Returns the scores [..., S] of products with keys; `largest`: of keys in int8, their magnitudes [..., S, 1]."""
+    scored = products * (1.0 / math.sqrt(head_dim) if scores.scale is None else scores.scale)
     for each in largest:
         scored *= _by_slot(each) * (1 / _LEVELS)
-    scored = capped(scored, scores.cap)
+    return capped(scored, scores.cap)
+
+
+def _masked(scored: jax.Array, seen: jax.Array) -> jax.Array:
+    """Returns scores [..., S] where `seen` bool[B, T, S], or by head bool[B, KV·G, T, S], else `_MASKED`."""
+    batch, *_, length, slots = seen.shape
     # Key heads have an axis of their own: over two axes, a TPU would write the mask once for each head.
     split = scored.reshape(batch, -1, scored.shape[-2] // length, length, slots)
     by_head = seen[:, None, None] if seen.ndim == 3 else seen.reshape(split.shape)
@@ -512,9 +564,10 @@ def _summed(contract: int, a: jax.Array, b: jax.Array) -> jax.Array:
 def _by_blocks(
     queries: jax.Array,
     positions: jax.Array,
-    layer: Layer,
+    layer: Layer | OneOf,
     mask: jax.Array | None,
     places: jax.Array | None,
+    begun: Sums | None = None,
     *,
     window: int | None,
     skipped: int | None,
@@ -532,13 +585,18 @@ def _by_blocks(
     of the other rows.
     """
     q = _by_key_head(queries, merged)
-    slots = layer[0].shape[-2]
+    slots = (layer.each[0] if isinstance(layer, OneOf) else layer)[0].shape[-2]
 
-    def add(index: jax.Array, mixed: jax.Array, total: jax.Array, top: jax.Array) -> Sums:
+    def cut(layer: Layer, begin: jax.Array) -> Layer:
+        # An index that may be negative takes three more instructions.
+        sliced = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
+        return tuple(sliced(x, begin, width, q.ndim - 2) for x in layer)
+
+    def add(index: jax.Array, sums: Sums) -> Sums:
         first = index * width
         # The last block may begin earlier; its first slots are then those of the block before.
         begin = first if slots % width == 0 else jnp.minimum(first, slots - width)
-        block = tuple(jax.lax.dynamic_slice_in_dim(x, begin, width, q.ndim - 2) for x in layer)
+        block = of(layer, cut, begin)
         slot = place = begin + jnp.arange(width)[None, None]
         if mask is not None:
             seen = jax.lax.dynamic_slice_in_dim(mask, begin, width, 2)
@@ -549,33 +607,34 @@ def _by_blocks(
             seen = visible(positions, slot, window)
         if slots % width:
             seen &= place >= first
-        new_mixed, new_total, new_top = _partial_softmax(q, block, seen, scores)
-        # Rescale both parts to the common maximum before adding them.
-        highest = jnp.maximum(top, new_top)
-        old, new = jnp.exp(top - highest), jnp.exp(new_top - highest)
-        return mixed * old + new_mixed * new, total * old + new_total * new, highest
+        return _joined(sums, _partial_softmax(q, block, seen, scores))
 
     live = positions if places is None else jnp.minimum(positions, slots - 1)
-    return _by_query(_over_blocks(q, live, skipped, width, add), queries)
+    return _by_query(_over_blocks(q, live, skipped, width, add, begun), queries)
 
 
 def _over_blocks(
-    q: jax.Array, positions: jax.Array, window: int | None, width: int, add: Callable[..., Sums]
+    q: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    width: int,
+    add: Callable[[jax.Array, Sums], Sums],
+    begun: Sums | None = None,
 ) -> jax.Array:
     """Returns the attention [..., hd] of q [..., hd], summed over the blocks with slots that a query may see.
 
-    `add` returns the sums with a block, whose index it gets, added.
+    `add` returns the sums with a block, whose index it gets, added; `begun` are the sums before the first block.
     """
     live = jnp.max(positions) + 1
 
     def body(carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
         index, sums = carry
-        return index + 1, add(index, *sums)
+        return index + 1, add(index, sums)
 
     column = jnp.zeros((*q.shape[:-1], 1), jnp.float32)
-    empty = (jnp.zeros(q.shape, jnp.float32), column, column + _MASKED)
+    begun = begun or (jnp.zeros(q.shape, jnp.float32), column, column + _MASKED)
     first = _first_block(positions, window, width)
-    _, (mixed, total, _) = jax.lax.while_loop(lambda carry: carry[0] * width < live, body, (first, empty))
+    _, (mixed, total, _) = jax.lax.while_loop(lambda carry: carry[0] * width < live, body, (first, begun))
     return mixed / total
 
 
@@ -609,13 +668,15 @@ def _by_positions(
     def cut(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, jnp.minimum(index * BLOCK, slots - width), width, axis)
 
-    def add(index: jax.Array, mixed: jax.Array, total: jax.Array, top: jax.Array) -> Sums:
+    def add(index: jax.Array, so_far: Sums) -> Sums:
+        mixed, total, top = so_far
         block = [cut(x, index, q.ndim - 2) for x in layer]
         place = cut(places, index, 1)[:, None]
         mask = visible(positions, place, window) if seen is None else cut(seen, index, 2)
         mask = jnp.pad(mask & (place // BLOCK == index), [(0, 0), (0, 0), padding[-2]])
         keys, *largest = (jnp.pad(x, [*padding[:-1], (0, 0)]) for x in block[::2])
-        scored = _masked_scores(q, keys, mask, scores, *largest, exact=True)
+        products = _batched_product(q, keys, 1, exact=True)
+        scored = _masked(_scaled(products, head_dim, scores, *largest), mask)
         # The sums so far are one more slot, whose score is the maximum so far.
         before = jnp.broadcast_to(top, (*top.shape[:-1], LANES))
         scored = jnp.concatenate([scored, before], axis=-1)

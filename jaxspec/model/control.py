@@ -4,12 +4,46 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 Carry = TypeVar("Carry")
+
+
+@struct.dataclass
+class OneOf:
+    """A tree of arrays at a traced index of several: a weight, or a cache that is read, in a loop over layers.
+
+    The CPU's products read the arrays in place, in one branch for each. A loop over stacked arrays would copy them.
+
+    Attributes:
+      each: the trees, whose results below have equal shapes.
+      index: int32[].
+    """
+
+    each: tuple[Any, ...]
+    index: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each, if they are arrays."""
+        shape: tuple[int, ...] = self.each[0].shape
+        return shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of each, if they are arrays."""
+        return self.each[0].dtype
+
+
+def of(chosen: Any, f: Callable[..., Any], *args: Any) -> Any:
+    """Returns `f(tree, *args)` of a tree, or of the tree at the index of a `OneOf`."""
+    if not isinstance(chosen, OneOf):
+        return f(chosen, *args)
+    return jax.lax.switch(chosen.index, [functools.partial(f, one) for one in chosen.each], *args)
 
 
 def run_if(run: bool | jax.Array, sublayer: Callable[[Carry], Carry], carry: Carry) -> Carry:

@@ -1,4 +1,4 @@
-"""The Llama blocks as pure functions: embed, run_layers, logits. Layers are unrolled, for decoding.
+"""The Llama blocks as pure functions: embed, run_layers, logits. Layers are unrolled on accelerators.
 
 Parameters are a plain dict, so that gradients, shardings and optimiser state can have the same tree. Output axes of
 weights come first. Weights with the same input are one array, grouped by key/value head: one device runs one product,
@@ -19,8 +19,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,10 @@ from jaxspec.model import cache as kv
 from jaxspec.model import rope
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LayerType, LlamaConfig, Scores
-from jaxspec.model.control import once, run_if
+from jaxspec.model.control import OneOf, once, run_if
+from jaxspec.model.lora import Adapted
 from jaxspec.model.numerics import (
+    LOOPED,
     added,
     capped,
     kept_rounded,
@@ -46,6 +49,8 @@ from jaxspec.model.tree import Tree
 from jaxspec.model.vocabulary import Vocabulary
 
 Params = dict[str, Any]
+# The names of weights, or of their parts, that are operands of products.
+OPERANDS = {"qkv", "out", "gate_up", "down", "packed"}
 # Queries per attention product in training: the scores must fit into a processor's cache.
 QUERIES_AT_ONCE = 128
 # (queries [B,T,KV,G,hd], keys [B,T,KV,hd], values [B,T,KV,hd], layer's cache) -> mixed [B,T,KV,G,hd], cache
@@ -54,8 +59,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 # last layer), or `FINAL`, the input of the head, after the final norm.
 FINAL: Literal["final"] = "final"
 AuxLayer = int | Literal["final"]
-# Called with the residual stream [B, T, D] before and after each sublayer, in their order.
-Watch = Callable[[jax.Array, jax.Array], None]
+# Called with the residual stream [B, T, D] before and after each sublayer, in their order; returns what is collected.
+Watch = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def param_shapes(config: LlamaConfig) -> Params:
@@ -368,6 +373,32 @@ class Cached:
         return kv.attend(q, layer_cache, self.slots, *how), layer_cache
 
 
+@dataclasses.dataclass(frozen=True)
+class Unwritten:
+    """An attention of T tokens to the slots of a layer before them and to each other, which writes nothing.
+
+    Attributes:
+      last: int32[B, 1], the last place that holds a slot before them.
+      before: bool[B, 1 or T, S], the slots that each of them sees.
+      own: bool[B, T, T], the tokens that each of them sees.
+      scores: as in `cache.attend`.
+    """
+
+    last: jax.Array
+    before: jax.Array
+    own: jax.Array
+    scores: Scores
+
+    def __call__(
+        self, layer: OneOf, q: jax.Array, k: jax.Array, v: jax.Array, rows: kv.Layer
+    ) -> tuple[jax.Array, kv.Layer]:
+        """Returns the attention, and what is to be written in the layer: `cache.stored` in place of `rows`."""
+        rows = kv.stored(rows, k, v)
+        begun = kv.sums_over(q, rows, self.own, self.scores)
+        mixed = kv.attend(q, layer, self.last, None, True, self.before, scores=self.scores, begun=begun)
+        return mixed, rows
+
+
 def cached(
     config: LlamaConfig, cache: KVCache, layers: range, start: jax.Array, count: int, tree: Tree | None
 ) -> tuple[jax.Array, dict[int | None, Attend]]:
@@ -389,10 +420,36 @@ def cached(
         places = tree.places(start, held) if exact and tree is not None else held if exact or ring else None
         return Cached(start, slots, window, cache.merged, ring, seen, places, exact, config.scores)
 
-    # Layers with equal windows have as many places, and share a mask.
-    first = {config.window(layer): layer for layer in reversed(layers)}
     positions = slots if tree is None else tree.positions(start)
-    return positions, {window: of_layer(layer) for window, layer in first.items()}
+    return positions, {window: of_layer(layer) for window, layer in _by_window(config, layers).items()}
+
+
+def unwritten(
+    config: LlamaConfig, cache: KVCache, layers: range, start: jax.Array, count: int, tree: Tree | None
+) -> dict[int | None, Unwritten]:
+    """Returns the attention of the layers with each window, as `cached` does, before their caches are written."""
+    slots = start[:, None] + jnp.arange(count)[None, :]
+
+    def of_layer(layer: int) -> Unwritten:
+        window, places = config.window(layer), cache.layers[layer][0].shape[-2]
+        held = cache.held(layer, jnp.maximum(start - 1, 0))
+
+        def seen(slot: jax.Array) -> jax.Array:
+            if tree is not None:
+                return tree.visible(start, slot, window)
+            return kv.visible(slots, slot[:, None], window)
+
+        before = (held < start[:, None])[:, None]
+        if tree is not None or window is not None:
+            before &= seen(held)
+        return Unwritten(jnp.minimum(start, places)[:, None] - 1, before, seen(slots), config.scores)
+
+    return {window: of_layer(layer) for window, layer in _by_window(config, layers).items()}
+
+
+def _by_window(config: LlamaConfig, layers: range) -> dict[int | None, int]:
+    """Returns the first layer with each window. Layers with equal windows have as many places, and share a mask."""
+    return {config.window(layer): layer for layer in reversed(layers)}
 
 
 def run_layers(
@@ -404,7 +461,6 @@ def run_layers(
     *,
     plan: LayerPlan | jax.Array | None = None,
     layers: range | None = None,
-    watch: Watch | None = None,
     tree: Tree | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs layers over the rows of a batch, reading and writing the cache.
@@ -419,40 +475,30 @@ def run_layers(
         sublayer is the identity on the residual stream. A traced plan has no reverse-mode gradient, because a loop
         carries the cache; training uses `run_block`.
       layers: the layers to run, None for all; `range(E)` is an early exit, `range(E, L)` the remaining layers.
-      watch: called while tracing, with tracers of the same trace.
       tree: if the tokens are rows of a tree, these rows. They are in slots start[b] + t, have positions by their
         depths, and see the slots before the tree and those on their own path.
 
     Returns:
       hidden [B, T, D] before the final norm, and the cache with these positions written.
     """
-    layers = range(config.num_layers) if layers is None else layers
-    positions, attentions = cached(config, cache, layers, start, hidden.shape[1], tree)
-    types = {layer: config.layer_type(layer) for layer in layers}
-    # In the order of the layers, so that each process traces the same program.
-    turns = {
-        of: rope.tables(config, of, positions, cache.rope_length) for of in dict.fromkeys(types.values())
-    }
-    written = list(cache.layers)
-    for layer in layers:
-        p, attend = params["layers"][layer], attentions[config.window(layer)]
-        run_attention, run_mlp = (True, True) if plan is None else plan[layer]
-        of = turns[types[layer]]
+    ran = run_with_aux(config, params, hidden, start, cache, (), plan=plan, layers=layers, tree=tree)
+    return ran.hidden, ran.cache
 
-        def attend_in(
-            carry: tuple[jax.Array, kv.Layer], p: Params = p, of: rope.Tables = of, attend: Attend = attend
-        ) -> tuple[jax.Array, kv.Layer]:
-            return attention_sublayer(config, p["attention"], carry[0], of, attend, carry[1])
 
-        before = hidden
-        with jax.named_scope(f"layer_{layer}"):  # for a reader of the compiled program
-            hidden, written[layer] = once(run_attention, attend_in, (hidden, written[layer]))
-            between = hidden
-            hidden = run_if(run_mlp, functools.partial(mlp, config, p["mlp"]), hidden)
-        if watch is not None:
-            watch(before, between)
-            watch(between, hidden)
-    return hidden, dataclasses.replace(cache, layers=written)
+class Ran(NamedTuple):
+    """The result of `run_with_aux`.
+
+    Attributes:
+      hidden: [B, T, D], before the final norm.
+      aux_hidden_states: [B, T, F], concatenated over the auxiliary layers; None without any.
+      cache: with these positions written.
+      watched: the results of `watch`, [N, 2, ...] for N layers and their sublayers; None without it.
+    """
+
+    hidden: jax.Array
+    aux_hidden_states: jax.Array | None
+    cache: KVCache
+    watched: jax.Array | None
 
 
 def run_with_aux(
@@ -463,42 +509,140 @@ def run_with_aux(
     cache: KVCache,
     aux_layers: tuple[AuxLayer, ...],
     *,
+    plan: LayerPlan | jax.Array | None = None,
     layers: range | None = None,
     watch: Watch | None = None,
     tree: Tree | None = None,
-) -> tuple[jax.Array, jax.Array | None, KVCache]:
+) -> Ran:
     """Runs layers as `run_layers` does, and collects auxiliary hidden states.
 
-    Args:
-      config, params, hidden, start, cache, layers, watch, tree: as in `run_layers`.
-      aux_layers: the places to collect, in this order, see `AuxLayer`; within the layers that run.
+    On a CPU, layers of the same kind run as a loop (`numerics.LOOPED`), in which only the products with weights and
+    caches are one operation for each layer. Its caches are written after the loop, because XLA would copy caches that
+    several branches write.
 
-    Returns:
-      hidden; the auxiliary hidden states [B, T, F], concatenated over `aux_layers`, or None if `aux_layers` is empty;
-      and the cache.
+    Args:
+      config, params, hidden, start, cache, plan, layers, tree: as in `run_layers`.
+      aux_layers: the places to collect, in this order, see `AuxLayer`; within the layers that run.
+      watch: see `Watch`.
 
     Raises:
       ValueError: an auxiliary layer is outside the layers that run.
     """
-    streams: list[jax.Array] = []
-
-    def keep(before: jax.Array, after: jax.Array) -> None:
-        streams.append(before)
-        if watch is not None:
-            watch(before, after)
-
-    first, last = (0, config.num_layers) if layers is None else (layers.start, layers.stop)
+    layers = range(config.num_layers) if layers is None else layers
+    first, last = layers.start, layers.stop
     if foreign := [layer for layer in aux_layers if layer != FINAL and not first <= layer <= last]:
         raise ValueError(
             f"auxiliary layers {foreign} are outside the layers that run; give numbers from {first} to {last}"
         )
-    hidden, cache = run_layers(config, params, hidden, start, cache, layers=layers, watch=keep, tree=tree)
-    if not aux_layers:
-        return hidden, None, cache
-    # `keep` runs twice per layer; the input of a layer is the input of its first sublayer.
-    entering = [*streams[::2], hidden]
-    here = tuple(layer if layer == FINAL else layer - first for layer in aux_layers)
-    return hidden, aux_hidden_states_of(config, params, entering, here), cache
+    period = _period(config, params, cache, layers, plan)
+    trips = len(layers) // period if LOOPED.value and cache.merged and not config.exact else 0
+    looped = layers[: trips * period if trips > 1 else 0]
+    written, watched, streams = list(cache.layers), [], {}
+    types = {layer: config.layer_type(layer) for layer in layers}
+    positions, attentions = cached(config, cache, layers, start, hidden.shape[1], tree)
+    # In the order of the layers, so that each process traces the same program.
+    turns = {
+        of: rope.tables(config, of, positions, cache.rope_length) for of in dict.fromkeys(types.values())
+    }
+
+    def planned(layer: Any) -> Any:
+        return (True, True) if plan is None else plan[layer]
+
+    def run(
+        layer: int, p: Params, attend: Attend, runs: Any, hidden: jax.Array, layer_cache: kv.Layer
+    ) -> tuple[jax.Array, kv.Layer, jax.Array | None]:
+        of, (run_attention, run_mlp) = turns[types[layer]], runs
+
+        def attend_in(carry: tuple[jax.Array, kv.Layer]) -> tuple[jax.Array, kv.Layer]:
+            return attention_sublayer(config, p["attention"], carry[0], of, attend, carry[1])
+
+        between, layer_cache = once(run_attention, attend_in, (hidden, layer_cache))
+        after = run_if(run_mlp, functools.partial(mlp, config, p["mlp"]), between)
+        seen = None if watch is None else jnp.stack([watch(hidden, between), watch(between, after)])
+        return after, layer_cache, seen
+
+    if looped:
+        reading = unwritten(config, cache, looped, start, hidden.shape[1], tree)
+        places = [looped[place::period] for place in range(period)]
+        equal = [_side_by_side([params["layers"][one] for one in which]) for which in places]
+
+        def trip(hidden: jax.Array, given: Any) -> Any:
+            (index, small), made = given, []
+            for place, which in enumerate(places):
+                layer, stream = which[0], hidden if aux_layers else None
+                caches = OneOf(tuple(cache.layers[one] for one in which), index)
+                attend = functools.partial(reading[config.window(layer)], caches)
+                runs = planned(layer + period * index if isinstance(plan, jax.Array) else layer)
+                p, rows = equal[place][1](index, small[place]), kv.no_rows(config, caches.each[0], hidden)
+                hidden, rows, seen = run(layer, p, attend, runs, hidden, rows)
+                made.append((rows, seen, stream))
+            return hidden, made
+
+        with jax.named_scope("layers"):
+            hidden, made = jax.lax.scan(trip, hidden, (jnp.arange(trips), [stacks for stacks, _ in equal]))
+        for at, layer in enumerate(looped):
+            rows, seen, streams[layer] = jax.tree.map(operator.itemgetter(at // period), made[at % period])
+            ring = cache.is_ring(written[layer][0])
+            written[layer] = kv.put(written[layer], rows, start, cache.merged, ring)
+            watched.append(seen)
+    for layer in layers[len(looped) :]:
+        streams[layer], attend = hidden, attentions[config.window(layer)]
+        with jax.named_scope(f"layer_{layer}"):  # for a reader of the compiled program
+            ran = run(layer, params["layers"][layer], attend, planned(layer), hidden, written[layer])
+        hidden, written[layer], seen = ran
+        watched.append(seen)
+    streams[last] = hidden
+    aux = [final_norm(config, params, hidden) if of == FINAL else streams[of] for of in aux_layers]
+    return Ran(
+        hidden,
+        jnp.concatenate(aux, axis=-1) if aux else None,
+        dataclasses.replace(cache, layers=written),
+        None if watch is None else jnp.stack(watched),
+    )
+
+
+def _period(
+    config: LlamaConfig, params: Params, cache: KVCache, layers: range, plan: LayerPlan | jax.Array | None
+) -> int:
+    """Returns the smallest distance at which layers are of the same kind."""
+
+    def kind(layer: int) -> Any:
+        arrays, tree = jax.tree.flatten((params["layers"][layer], cache.layers[layer]))
+        runs = plan[layer] if isinstance(plan, LayerPlan) else None
+        return config.layer_type(layer), runs, tree, [(x.shape, x.dtype) for x in arrays]
+
+    kinds = [kind(layer) for layer in layers]
+    return next((n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n]), max(len(kinds), 1))
+
+
+def _side_by_side(
+    layers: list[Params],
+) -> tuple[list[jax.Array], Callable[[jax.Array, list[jax.Array]], Params]]:
+    """Returns the arrays of equal layers that are no operands of products, stacked: norms, biases and scales.
+
+    Also returns a function, of the index of a layer and its arrays in these stacks, to the parameters of the layer. The
+    products of int8 activations are split into arrays, because most of what surrounds them is equal in all layers.
+    """
+
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, Adapted) or (isinstance(node, Quantised) and node.outliers is None)
+
+    trees = [jax.tree.flatten_with_path(layer, is_leaf=is_leaf) for layer in layers]
+    names = [getattr(path[-1], "key", getattr(path[-1], "name", None)) for path, _ in trees[0][0]]
+    each = list(zip(*([leaf for _, leaf in leaves] for leaves, _ in trees), strict=True))
+    operands = [name in OPERANDS for name in names]
+
+    def chosen(index: jax.Array, small: list[jax.Array]) -> Params:
+        rest = iter(small)
+        leaves = [
+            OneOf(one, index) if is_operand else next(rest)
+            for one, is_operand in zip(each, operands, strict=True)
+        ]
+        params: Params = jax.tree.unflatten(trees[0][1], leaves)
+        return params
+
+    stacks = [jnp.stack(one) for one, is_operand in zip(each, operands, strict=True) if not is_operand]
+    return stacks, chosen
 
 
 def aux_hidden_states_of(

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxspec.model.control import OneOf, of
 from jaxspec.model.lora import Adapted
 from jaxspec.model.quantisation import Outliers, Quantised
 
@@ -31,6 +32,8 @@ SUMMED = jax.make_user_context(False)
 SUMMED_ROWS = 9
 # The mesh of a trace, None for one device; set likewise. Products that contract over its axis `model` use it.
 MESH = jax.make_user_context(None)
+# Whether a trace runs equal layers as a loop, see `llama.run_layers`; set likewise, on a CPU.
+LOOPED = jax.make_user_context(False)
 # The largest magnitude of a float16 operand of a product: half of float16's range.
 LARGEST_HALF = 2.0**15
 
@@ -54,7 +57,7 @@ def precision_of(dtype: DTypeLike) -> jax.lax.Precision:
 
 def linear(
     x: jax.Array,
-    weight: jax.Array | Quantised | Adapted,
+    weight: jax.Array | Quantised | Adapted | OneOf,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
     exact: bool = False,
@@ -72,6 +75,14 @@ def linear(
     over the axis `model` of a mesh if its size divides `parts`.
     """
     out_dtype = out_dtype or x.dtype
+    rows = math.prod(x.shape[:-1])
+    if isinstance(weight, OneOf):
+        few = isinstance(weight.each[0], jax.Array) and x.dtype == weight.dtype == jnp.float32
+        if few and rows <= FEW_ROWS:
+            y = _few_rows(x, weight)
+        else:
+            y = of(weight, lambda one, x: linear(x, one, None, out_dtype, exact, parts), x)
+        return y if bias is None else y + bias
     if isinstance(weight, Adapted):
         base = linear(x, weight.base, bias, out_dtype, exact, parts)
         return base + _low_rank(x, weight, exact).astype(out_dtype)
@@ -88,7 +99,6 @@ def linear(
         if exact:
             scaled = kept_rounded(scaled, scale < 0)
         return scaled if bias is None else scaled + bias
-    rows = math.prod(x.shape[:-1])
     product = functools.partial(_product, out_dtype=out_dtype)
     special: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if rows == 1:
@@ -227,7 +237,7 @@ def filled(
     return jax.lax.slice_in_dim(product(jnp.pad(row, padding), other), 0, 1, axis=axis)
 
 
-def _int8_product(x: jax.Array, packed: jax.Array, outliers: Outliers) -> jax.Array:
+def _int8_product(x: jax.Array, packed: jax.Array | OneOf, outliers: Outliers) -> jax.Array:
     """Returns x [..., I], rounded to int8, times int8 numbers [*O, I], as float32[..., *O].
 
     Integer sums are exact, so the result of a row depends neither on the other rows nor on their number.
@@ -253,13 +263,13 @@ def _rounded(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(rows / scale).astype(jnp.int8), scale
 
 
-def _int32_product(rows: jax.Array, packed: jax.Array) -> jax.Array:
+def _int32_product(rows: jax.Array, packed: jax.Array | OneOf) -> jax.Array:
     """Returns int8 rows [R, I] times int8 numbers [*O, I] as float32[R, O]."""
-    return int32_sums(rows, packed.reshape(-1, packed.shape[-1])).astype(jnp.float32)
+    return int32_sums(rows, packed).astype(jnp.float32)
 
 
-def int32_sums(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-    """Returns int8 rows [R, I] times an int8 matrix [O, I] as int32[R, O].
+def int32_sums(rows: jax.Array, packed: jax.Array | OneOf) -> jax.Array:
+    """Returns int8 rows [R, I] times int8 numbers [*O, I] as int32[R, O].
 
     On a CPU, XLA has a fast kernel for two rows or more and takes 30 times as long for one, so a single row is padded.
     The barrier keeps XLA from removing the padding.
@@ -267,8 +277,13 @@ def int32_sums(rows: jax.Array, matrix: jax.Array) -> jax.Array:
     count = rows.shape[0]
     if count == 1:
         rows = jax.lax.optimization_barrier(jnp.pad(rows, ((0, 1), (0, 0))))
-    contract = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(rows, matrix, contract, preferred_element_type=jnp.int32)[:count]
+
+    def product(packed: jax.Array, rows: jax.Array) -> jax.Array:
+        matrix, contract = packed.reshape(-1, packed.shape[-1]), (((1,), (1,)), ((), ()))
+        return jax.lax.dot_general(rows, matrix, contract, preferred_element_type=jnp.int32)
+
+    sums: jax.Array = of(packed, product, rows)
+    return sums[:count]
 
 
 def _bfloat16_product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
@@ -313,7 +328,7 @@ def _float32_product_backward(
 _float32_product.defvjp(_float32_product_forward, _float32_product_backward)
 
 
-def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _few_rows(x: jax.Array, weight: jax.Array | OneOf) -> jax.Array:
     """Returns `_product` for one or a few float32 rows on a CPU, the common case of decoding.
 
     For one row XLA has a kernel that reads the weights at memory speed, but only for plain matrices. For
@@ -322,26 +337,39 @@ def _few_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
     much. The rows are padded to widths that have fast kernels. Weights that fit into the processor's cache are read
     once per row instead.
     """
-    rows, matrix = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1])
-    count, precision = rows.shape[0], precision_of(x.dtype)
-    contract = (((1,), (1,)), ((), ()))
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
     if count == 1:
-        y = jax.lax.dot_general(rows, matrix, contract, precision=precision)
-    elif count <= 4 and matrix.size <= SMALL_WEIGHT:
-        # Without the barrier XLA would merge the rows again.
-        apart = [jax.lax.optimization_barrier(rows[i : i + 1]) for i in range(count)]
-        each = [jax.lax.dot_general(row, matrix, contract, precision=precision) for row in apart]
-        y = jnp.concatenate(each)
+        y = _weights_times(weight, rows[0])
+    elif count <= 4 and math.prod(weight.shape) <= SMALL_WEIGHT:
+
+        def apart(weight: jax.Array, rows: jax.Array) -> jax.Array:
+            # Without the barrier XLA would merge the rows again.
+            each = [jax.lax.optimization_barrier(rows[i : i + 1]) for i in range(count)]
+            return jnp.concatenate([_weights_times(weight, row) for row in each], axis=1)
+
+        y = of(weight, apart, rows).T
     else:
-        y = _weights_left(rows, matrix, 4 if count <= 4 else -(-count // 8) * 8)
+        y = _weights_left(rows, weight, 4 if count <= 4 else -(-count // 8) * 8)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
-def _weights_left(rows: jax.Array, matrix: jax.Array, padded: int) -> jax.Array:
-    """Returns rows [R, I], padded to `padded` rows, times matrix [O, I] as [R, O], see `_few_rows`."""
+def _weights_times(weight: jax.Array | OneOf, rows: jax.Array) -> jax.Array:
+    """Returns the weight [*O, I] times rows [R, I] as [O, R], or times a row [I] as [O]."""
+
+    def product(weight: jax.Array, rows: jax.Array) -> jax.Array:
+        contract = (((1,), (rows.ndim - 1,)), ((), ()))
+        matrix = weight.reshape(-1, weight.shape[-1])
+        return jax.lax.dot_general(matrix, rows, contract, precision=precision_of(rows.dtype))
+
+    made: jax.Array = of(weight, product, rows)
+    return made
+
+
+def _weights_left(rows: jax.Array, weight: jax.Array | OneOf, padded: int) -> jax.Array:
+    """Returns rows [R, I], padded to `padded` rows, times the weight [*O, I] as [R, O], see `_few_rows`."""
     count = rows.shape[0]
-    rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
-    y = jax.lax.dot_general(matrix, rows, (((1,), (1,)), ((), ())), precision=precision_of(rows.dtype))
+    y = _weights_times(weight, jnp.pad(rows, ((0, padded - count), (0, 0))))
     # The barrier keeps the weights on the left: XLA would else fold the transpose into the product.
     product: jax.Array = jax.lax.optimization_barrier(y)[:, :count].T
     return product

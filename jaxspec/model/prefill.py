@@ -139,15 +139,13 @@ def feed(
         begin = jnp.minimum(new, last_begin)
         columns = begin[:, None] + jnp.arange(chunk_size)
         fed = jnp.take_along_axis(tokens, columns, axis=1)
-        cosines: list[jax.Array] = []
-        watch = lambda x, y: cosines.append(cosine(x, y))  # noqa: E731
-        hidden, aux_hidden_states, cache = llama.run_with_aux(
-            config, params, llama.embed(config, params, fed), begin, state.cache, aux_layers, watch=watch
+        hidden, aux_hidden_states, cache, cosines = llama.run_with_aux(
+            config, params, llama.embed(config, params, fed), begin, state.cache, aux_layers, watch=cosine
         )
+        assert cosines is not None
         # Padding must not count in the means, and no token twice.
         real = (columns < length[:, None]) & (columns >= new[:, None])
-        of_piece = jnp.stack([jnp.sum(c, axis=1, where=real) for c in cosines], axis=1)
-        sums = state.similarities + of_piece.reshape(state.similarities.shape)
+        sums = state.similarities + jnp.moveaxis(jnp.sum(cosines, axis=-1, where=real), -1, 0)
         offset = length - 1 - begin  # of each row's last token, within this chunk or not
 
         def last(of_piece: jax.Array, before: jax.Array) -> jax.Array:

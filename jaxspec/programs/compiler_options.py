@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxspec.model.numerics import MESH, SUMMED
+from jaxspec.model.numerics import LOOPED, MESH, SUMMED
 from jaxspec.model.quantisation import is_quantised
 
 # The limit of fast memory for one fusion, in KiB, and the chips on which the compiler estimates a gain: v5e and v5p.
@@ -47,16 +47,19 @@ def compiler_options(args: Any) -> dict[str, str] | None:
 
 @contextlib.contextmanager
 def tracing(args: Any) -> Iterator[None]:
-    """Enters the context in which a program is traced, which sets `numerics.SUMMED` and `numerics.MESH`.
+    """Enters the context in which a program is traced, which sets `numerics.SUMMED`, `MESH` and `LOOPED`.
 
-    A CUDA device without bfloat16 products sums products of a few rows, which is faster there.
+    A CUDA device without bfloat16 products sums products of a few rows, which is faster there. On a CPU, the time to
+    compile and load a program follows its number of instructions, so equal layers are a loop.
 
     Args:
       args: the arguments of the program, as in `compiler_options`.
     """
     shardings = (getattr(one, "sharding", None) for one in jax.tree.leaves(args))
     mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding)), None)
-    with SUMMED(not has_bfloat16(_devices(args)[0])), MESH(mesh):
+    device = _devices(args)[0]
+    looped = device.platform == "cpu" and mesh is None
+    with SUMMED(not has_bfloat16(device)), MESH(mesh), LOOPED(looped):
         yield
 
 

@@ -16,6 +16,7 @@ from jaxspec.decoding import DecodeState, Emitted, Parts, Request
 from jaxspec.model import cache as kv
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
+from jaxspec.programs.compiler_options import tracing
 from jaxspec.protocol import View, Weights
 from jaxspec.sampling import seed_key
 from jaxspec.testing import reference
@@ -71,9 +72,10 @@ class Loop:
         request = Request(
             jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(limit), jnp.asarray(eos_ids), keys
         )
-        begun: tuple[DecodeState, Emitted] = prefill(
-            self.config, self.weights, self._parts(batch, log_probs), request, chunk_size=8
-        )
+        with tracing(self.weights):
+            begun: tuple[DecodeState, Emitted] = prefill(
+                self.config, self.weights, self._parts(batch, log_probs), request, chunk_size=8
+            )
         return begun
 
     def go_on(
@@ -85,10 +87,11 @@ class Loop:
     ) -> tuple[DecodeState, Emitted]:
         """Runs at most `rounds` rounds, and returns the state and the tokens that they added."""
         stop = jnp.zeros(len(state.length), bool) if halt is None else jnp.asarray(halt)
-        ended: tuple[DecodeState, Emitted] = run_rounds(
-            self.config, self.weights, self._parts(len(stop), log_probs), state, jnp.int32(rounds), stop,
-            window=CAPACITY,
-        )  # fmt: skip
+        with tracing(self.weights):
+            ended: tuple[DecodeState, Emitted] = run_rounds(
+                self.config, self.weights, self._parts(len(stop), log_probs), state, jnp.int32(rounds), stop,
+                window=CAPACITY,
+            )  # fmt: skip
         return ended
 
     def _parts(self, batch: int, log_probs: bool) -> Parts:

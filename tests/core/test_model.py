@@ -14,9 +14,12 @@ import pytest
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig, RopeScaling
-from jaxspec.model.numerics import cosine
+from jaxspec.model.lora import adapted
+from jaxspec.model.numerics import LOOPED, cosine
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.prefill import run_prompts
+from jaxspec.model.quantisation import Quantised, quantise, with_outliers
+from jaxspec.model.tree import Shape, Tree
 from jaxspec.testing import reference
 from tests import tiny
 
@@ -430,3 +433,93 @@ def test_prompts_of_a_capacity_that_is_no_multiple_of_a_chunk():
         expected, same, _ = run(params, padded, length[row : row + 1], alone)
         np.testing.assert_allclose(last[row], expected[0], atol=1e-5)
         np.testing.assert_allclose(similarities[row], same[0], atol=1e-5)
+
+
+SAME = {
+    "one": {},
+    "some": {"rows": 5},
+    "many": {"rows": 40},
+    "batch": {"rows": 2, "batch": 3},
+    "blocks": {"rows": 3, "capacity": 512},
+    "whole": {"capacity": 512, "start": 400},
+    "int8-cache": {"rows": 2, "capacity": 256, "kv_cache_dtype": "int8"},
+    "windows": {"rows": 2, "capacity": 1024, "start": 900, "sliding_windows": (20, None) * 3},
+    "ragged-windows": {
+        "rows": 2,
+        "batch": 2,
+        "capacity": 1024,
+        "start": 900,
+        "ragged": True,
+        "sliding_windows": (20, None) * 3,
+    },
+    "tree": {"rows": 4, "tree": True},
+    "plan": {"rows": 2, "plan": True},
+    "exit": {"layers": range(1, 5), "aux_layers": (5, 1, 3, "final")},
+    "int8": {"rows": 3, "weights": quantise},
+    # An activation between two levels may be rounded to either.
+    "int8-activations": {"rows": 3, "weights": lambda *model: rounding(quantise(*model)), "atol": 1e-3},
+    "adapter": {"rows": 3, "weights": lambda config, params: adapted(config, params, adapters(params))},
+}
+
+
+def rounding(params):
+    """Returns int8 parameters whose products round their inputs."""
+
+    def of(node):
+        return with_outliers(node, jnp.arange(node.packed.shape[-1]) * 1.0) if is_int8(node) else node
+
+    def is_int8(node):
+        return isinstance(node, Quantised)
+
+    return jax.tree.map(of, params, is_leaf=is_int8)
+
+
+def adapters(params):
+    """Returns adapters of rank 2 for queries, keys and values."""
+
+    def normal(number, *shape):
+        return jax.random.normal(jax.random.key(number), shape)
+
+    shapes = [layer["attention"]["qkv"].shape for layer in params["layers"]]
+    made = [
+        {"qkv_a": normal(number, 3, 2, shape[-1]), "qkv_b": normal(number, *shape[:-1], 2)}
+        for number, shape in enumerate(shapes)
+    ]
+    return {"layers": [{"attention": one, "mlp": {}} for one in made]}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_layers_in_a_loop_equal_layers_one_after_the_other(case):
+    """The hidden states, auxiliary ones, the similarities and the cache from the first slot on that is not stale."""
+    given = dict(SAME[case])
+    rows, batch, capacity, start = (
+        given.pop(name, usual) for name, usual in (("rows", 1), ("batch", 1), ("capacity", 64), ("start", 20))
+    )
+    layers, aux_layers = given.pop("layers", None), given.pop("aux_layers", ())
+    # One row of a ragged batch begins anew.
+    begin = jnp.full(batch, start).at[0].multiply(not given.pop("ragged", False))
+    plan = jnp.array([[1, 1], [0, 1], [1, 0], [0, 0], [1, 1], [1, 1]], bool) if given.pop("plan", 0) else None
+    tree = Tree.of(Shape((-1, -1, 0)), 3) if given.pop("tree", False) else None
+    weights, atol = given.pop("weights", lambda config, params: params), given.pop("atol", 1e-5)
+    config = dataclasses.replace(BASE, num_layers=6, max_position_embeddings=1024, **given)
+    params = weights(config, llama.init_params(config, jax.random.key(0)))
+    cache = kv.create(config, batch, capacity, jnp.float32)
+    hidden = jax.random.normal(jax.random.key(1), (batch, start + rows, config.hidden_size))
+    feed = jit(llama.run_layers, static_argnums=0)
+    for at in range(0, start, 100):
+        _, cache = feed(config, params, hidden[:, at : min(at + 100, start)], jnp.full(batch, at), cache)
+    results = []
+    for looped in (True, False):
+
+        @jit
+        def run(params, cache, looped=looped):
+            return llama.run_with_aux(
+                config, params, hidden[:, start:], begin, cache, aux_layers,
+                plan=plan, layers=layers, watch=cosine, tree=tree,
+            )  # fmt: skip
+
+        with LOOPED(looped):
+            ran = run(params, cache)
+        kept = [] if plan is not None else ran.cache.layers
+        results.append((ran.hidden, ran.aux_hidden_states, ran.watched, kept))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=atol), *results)

@@ -117,7 +117,7 @@ def chosen(config: LlamaConfig, weights: Any, num_skipped: int) -> list[list[boo
     found = []
     for place in range(tokens.shape[1]):
         hidden = llama.embed(config, weights, jnp.asarray(tokens[:, place : place + 1]))
-        _, aux_hidden_states, cache = step(weights, hidden, jnp.minimum(place, length), cache)
+        _, aux_hidden_states, cache, _ = step(weights, hidden, jnp.minimum(place, length), cache)
         found.append(np.asarray(aux_hidden_states).reshape(len(TEXTS), len(aux_layers), -1))
     last = np.stack(found, axis=1)[np.arange(len(TEXTS)), length - 1]
     plans = choose_layers(config, weights, last, jnp.asarray(length - 1, jnp.int32), cache, num_skipped)

@@ -103,12 +103,12 @@ def exit_choices(config: LlamaConfig, params: Params, texts: AgreementTexts) -> 
     Returns:
       int32[L, B, T − 1]; entry l is the exit after l + 1 layers.
     """
-    states: list[jax.Array] = []
     hidden = llama.embed(config, params, texts.tokens[:, :-1])
-    llama.run_layers(
-        config, params, hidden, texts.start, texts.cache, watch=lambda _, state: states.append(state)
-    )
+    states = llama.run_with_aux(
+        config, params, hidden, texts.start, texts.cache, (), watch=lambda _, state: state
+    ).watched
+    assert states is not None
     chosen: jax.Array = jax.lax.map(
-        lambda state: jnp.argmax(llama.logits(config, params, state), axis=-1), jnp.stack(states[1::2])
+        lambda state: jnp.argmax(llama.logits(config, params, state), axis=-1), states[:, 1]
     )
     return chosen
