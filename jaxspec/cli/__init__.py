@@ -20,8 +20,8 @@ Try: jaxspec generate "Once upon a time" --method ngram
 What a command takes: jaxspec COMMAND --help. The version: jaxspec --version."""
 ENVIRONMENT = """
 environment:
-  JAXSPEC_CACHE    directory of compiled programs, of ready weights and of what method auto has learnt,
-                   or off; default: the user's cache directory
+  JAXSPEC_CACHE    directory of compiled programs, of ready weights and of measured costs, or off;
+                   default: the user's cache directory
   JAXSPEC_DATA     directory of plans, thresholds and other numbers found for models, where
                    the model's directory cannot hold them; default: the user's data directory
   JAXSPEC_API_KEY  the key that requests to jaxspec serve must have

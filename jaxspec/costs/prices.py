@@ -45,29 +45,6 @@ class Prices:
         return verify / verify[0], draft / verify[0]
 
 
-def expected_speedups(
-    prices: Prices, at: int, is_lookup: bool, widths: Sequence[int], nodes: Sequence[int], tokens: float = 0.0
-) -> np.ndarray:
-    """Returns the expected speed-up of a candidate alone over plain decoding by draft length, float[K].
-
-    Args:
-      prices: the data of the choice.
-      at: the index of the candidate.
-      is_lookup: whether `prices.accept` is that of a lookup.
-      widths: the drafter's `verify_widths`.
-      nodes: of each length from 1 to K, the number of draft tokens that are verified.
-      tokens: the number of tokens of the text.
-    """
-    verify, draft = (np.asarray(of) for of in prices.of(jnp.int32(1), jnp.float32(tokens)))
-    longest, accept = len(nodes), np.asarray(prices.accept[at])
-    if is_lookup:
-        accept = np.concatenate([accept[:1], np.full(longest - 1, accept[min(1, len(accept) - 1)])])
-    gained = 1 + np.cumsum(np.cumprod(accept[:longest]))
-    times = verify[np.searchsorted(widths, nodes, side="right")] + draft[at, 1 : longest + 1]
-    speedups: np.ndarray = gained / times
-    return speedups
-
-
 def simple_prices(
     widths: Sequence[int],
     longest: int,

@@ -95,6 +95,15 @@ class StepCosts:
         return on_line(batch, batches, at_batches)
 
 
+# Assumed times of steps by rows, relative to a step of one row, by whether products are of int8 numbers. They are near
+# those of SmolLM2-135M on two cores, rather above: too low prices lose the bound of `auto`, too high ones little speed.
+# Products of float32 have kernels for 1, 4, 8 and 16 rows.
+CPU_STEPS = {
+    False: ((2, 1.35), (8, 1.5), (9, 2.0), (33, 6.0)),
+    True: ((2, 1.04), (8, 1.95), (33, 5.2)),
+}
+
+
 def guessed_row(platform: str) -> float:
     """Returns the assumed cost of each additional row, relative to a step of one row, without measurements.
 
@@ -108,16 +117,24 @@ def guessed_row(platform: str) -> float:
     return {"cpu": 0.12, "tpu": 0.006}.get(platform, 0.01)
 
 
-def guessed(num_layers: int, row: float, rest: float = 0.1, lookup: float = 0.02) -> StepCosts:
+def guessed(
+    num_layers: int,
+    row: float,
+    rest: float = 0.1,
+    lookup: float = 0.02,
+    steps: Sequence[tuple[int, float]] = (),
+) -> StepCosts:
     """Returns assumed costs for a device without measurements, in units of a step of one row.
 
     Args:
       num_layers: the model's number of layers.
       row: the cost of each additional row, relative to a step of one row, see `guessed_row`; 0 if rows are free.
+      steps: the times of steps of one text by rows, above 1 and rising, such as `CPU_STEPS`; () if `row` gives them.
       rest: the share of a step that is not spent in its layers: embedding, final norm and head.
       lookup: the cost of one search of a lookup drafter.
     """
-    full = ((1, 1, 1.0), (33, 1, 1.0 + 32 * row), (1, 8, 1.0 + 7 * row), (33, 8, 1.0 + 263 * row))
+    alone = [(rows, 1, time) for rows, time in steps or [(33, 1.0 + 32 * row)]]
+    full = ((1, 1, 1.0), *alone, (1, 8, 1.0 + 7 * row), (33, 8, 1.0 + 263 * row))
     return StepCosts(
         *("unknown", "unknown", "unknown"),
         num_layers=num_layers,

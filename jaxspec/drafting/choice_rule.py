@@ -16,9 +16,9 @@ from jaxspec.protocol import Drafter, Outcome
 
 # The time that drafts may lose against plain decoding: `FIRST` steps, and a share of the text. Time that they save
 # counts against it.
-FIRST, SHARE = 1.25, 0.015
-# The draft tokens as which the expected acceptance of a lookup's first token and of its further tokens count.
-_BEGAN, _WENT_ON = 1.0, 2.0
+FIRST, SHARE = 1.0, 0.015
+# The rounds as which the expected acceptance of a lookup counts beside those of the text.
+_EXPECTED = 3.0
 # The acceptance of a model's drafts is estimated this many posterior standard deviations above its mean, because drafts
 # also give information.
 _OPTIMISM = 0.5
@@ -62,8 +62,6 @@ class ChoiceState(NamedTuple):
       right, wrong: float32[B, C, 2], decayed counts. For a lookup, they are rounds by whether its first token was
         right, and, in those where it was, further right tokens and rounds with fewer than expected. For a model, they
         are accepted tokens, and rounds with a rejection; the last column is unused.
-      seen: int32[B, C, K, 2], accepted and rejected draft tokens of the text by position; the second position of a
-        lookup counts all further ones.
       used: int32[B, C], the rounds of the text in which a draft of the candidate was verified.
       credit: float32[B], the time that drafts may still lose against plain decoding, in plain steps.
       choice: that of the last round.
@@ -72,7 +70,6 @@ class ChoiceState(NamedTuple):
 
     right: jax.Array
     wrong: jax.Array
-    seen: jax.Array
     used: jax.Array
     credit: jax.Array
     choice: Choice
@@ -129,6 +126,22 @@ class ChoiceRule:
         """The indices of the other candidates."""
         return tuple(at for at in range(len(self.candidates)) if at not in self.lookups)
 
+    def speedups(self, at: int) -> np.ndarray:
+        """Returns the expected speed-up of a candidate alone over plain decoding, by draft length, float[K].
+
+        It is that of the first round of a text, alone in a batch; every draft of a tree has its largest length.
+        """
+        one, prices = self.candidates[at], self.prices
+        verify, draft = np.asarray(prices.verify)[0, :, 0], np.asarray(prices.draft)[0, at, 1:, 0]
+        longest = one.num_draft_tokens
+        accept = np.array(prices.accept[at, :longest])
+        if at in self.lookups:
+            accept[2:] = accept[1:2]
+        nodes = [one.num_nodes] * longest if one.drafts_trees else range(1, longest + 1)
+        times = verify[np.searchsorted(self.widths, nodes, side="right")] + draft[:longest]
+        speedups: np.ndarray = (1 + np.cumsum(np.cumprod(accept))) * verify[0] / times
+        return speedups
+
     def init(self, batch: int) -> ChoiceState:
         """Returns the state of new texts, with counts of 0."""
         most = self.prices.accept.shape[1]
@@ -138,7 +151,6 @@ class ChoiceRule:
         return ChoiceState(
             right=counts,
             wrong=counts,
-            seen=jnp.zeros((batch, len(self.candidates), most, 2), jnp.int32),
             used=jnp.zeros((batch, len(self.candidates)), jnp.int32),
             credit=zero + FIRST,
             choice=Choice(none - 1, none, zero),
@@ -226,11 +238,13 @@ class ChoiceRule:
         self, state: ChoiceState, at: int, found: Found, lengths: np.ndarray, budget: jax.Array
     ) -> jax.Array:
         """Returns the expected accepted tokens of a lookup's drafts, cut to each of `lengths`, float32[B, W]."""
-        right, wrong, prior = state.right[:, at], state.wrong[:, at], self.prices.accept[at]
-        first, further = prior[0], prior[min(1, len(prior) - 1)]
-        begins = (_BEGAN * first + right[:, :1]) / (_BEGAN + right[:, :1] + wrong[:, :1])
-        goes_on = (_WENT_ON * further + right[:, 1:]) / (_WENT_ON + right[:, 1:] + wrong[:, 1:])
-        goes_on = jnp.clip(goes_on, _EDGE, 1 - _EDGE)
+        right, wrong, expected = (
+            state.right[:, at],
+            state.wrong[:, at],
+            _EXPECTED * self.prices.accept[at, :2],
+        )
+        rates = jnp.clip((expected + right) / (_EXPECTED + right + wrong), _EDGE, 1 - _EDGE)
+        begins, goes_on = rates[:, :1], rates[:, 1:]
         count = jnp.minimum(found.count, budget)[:, None]
         # The exponent counts the lookup's expected tokens, not its draft tokens.
         share = (found.promised / jnp.maximum(found.count, 1))[:, None]
@@ -252,21 +266,20 @@ class ChoiceRule:
 
     def observe(self, state: ChoiceState, outcome: Outcome) -> ChoiceState:
         """Returns the state with the counts and the credit after a round, the data of the next choice."""
-        right, wrong, seen = self._evidence(state, outcome)
+        right, wrong = self._evidence(state, outcome)
         mine = state.choice.candidate[:, None] == jnp.arange(len(self.candidates))
         gain = (1 + SHARE) * outcome.count - state.choice.cost
         return state._replace(
             right=self.memory * state.right + right,
             wrong=self.memory * state.wrong + wrong,
-            seen=state.seen + seen,
             used=state.used + (mine & (outcome.drafted > 0)[:, None]),
             credit=state.credit + jnp.where(outcome.count > 0, gain, 0.0),
         )
 
-    def _evidence(self, state: ChoiceState, outcome: Outcome) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns what a round adds to `right`, `wrong` and `seen`."""
+    def _evidence(self, state: ChoiceState, outcome: Outcome) -> tuple[jax.Array, jax.Array]:
+        """Returns what a round adds to `right` and `wrong`."""
         place = jnp.arange(self.prices.accept.shape[1])[None]
-        right, wrong, seen = [], [], []
+        right, wrong = [], []
         for at, one in enumerate(self.candidates):
             if at in self.lookups:
                 found = state.found[self.lookups.index(at)]
@@ -280,8 +293,6 @@ class ChoiceRule:
                 further = jnp.maximum(good - 1, 0)
                 right.append(jnp.concatenate([began, further], axis=1))
                 wrong.append(jnp.concatenate([failed & ~began, short], axis=1))
-                yes = jnp.where(place == 0, began, jnp.where(place == 1, further, 0))
-                no = failed & (place == jnp.minimum(good, 1))
             else:
                 mine = (state.choice.candidate == at)[:, None]
                 # In a tree, at most one node of each depth can be accepted.
@@ -290,6 +301,4 @@ class ChoiceRule:
                 failed = mine & (good < longest)
                 right.append(jnp.concatenate([mine * good, jnp.zeros_like(good)], axis=1))
                 wrong.append(jnp.concatenate([failed, jnp.zeros_like(failed)], axis=1))
-                yes, no = mine & (place < good), failed & (place == good)
-            seen.append(jnp.stack([yes, no], axis=-1).astype(jnp.int32))
-        return jnp.stack(right, axis=1), jnp.stack(wrong, axis=1), jnp.stack(seen, axis=1)
+        return jnp.stack(right, axis=1), jnp.stack(wrong, axis=1)

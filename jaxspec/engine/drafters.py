@@ -91,13 +91,7 @@ class Drafters:
         drafter, params = method.built(candidates, target, resources)
         if model.mesh is None:  # otherwise each call of the loop would transfer the drafter's arrays again
             drafter = jax.device_put(drafter, model.device)
-        made = AutoDrafter(
-            drafter,
-            params,
-            tuple(one.name for one in candidates),
-            tuple(one.name if one.offered else None for one in candidates),
-            model.learnt_of(target),
-        )
+        made = AutoDrafter(drafter, params, tuple(one.name for one in candidates))
         with contextlib.suppress(TypeError):
             while len(model.autos) >= MAX_PROGRAMS:
                 del model.autos[next(iter(model.autos))]
@@ -124,7 +118,6 @@ class Drafters:
             model.drafts.load_head,
             model.drafts.quantised,
             model.step_costs,
-            lambda: model.learnt_of(target).before,
         )
 
     def candidates(self, method: Auto, distributions: tuple[str, ...]) -> tuple[Candidate, ...]:

@@ -511,7 +511,7 @@ class LanguageModel(Model):
           >>> from jaxspec.methods import Auto
           >>> from jaxspec.testing import language_model
           >>> [one.name for one in language_model().candidates(Auto())]
-          ['ngram', 'suffix']
+          ['ngram']
         """
         with needed():
             return self.preparation.drafters.candidates(method, distributions)

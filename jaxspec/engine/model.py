@@ -26,11 +26,11 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, num_params
 from jaxspec.model.lora import unadapted
 from jaxspec.model.sharding import automatic
-from jaxspec.programs import memory, stored_programs
+from jaxspec.programs import memory
 from jaxspec.programs.compiled import Loop
 from jaxspec.programs.executables import Executables
 from jaxspec.programs.jax_settings import needed
-from jaxspec.session.auto import Auto, Learnt
+from jaxspec.session.auto import Auto
 from jaxspec.session.prefix import PrefixStore
 from jaxspec.texts.requests import Messages, check_text
 
@@ -96,8 +96,8 @@ class Model:
     def with_params(self, params: Params) -> Self:
         """Returns the model with other parameters of the same shapes, such as those after a step of training.
 
-        It shares the compiled programs, the tokenizer and the loaded drafts. Kept prefixes and the acceptance that
-        `auto` has counted are those of the old parameters, so it starts without them.
+        It shares the compiled programs, the tokenizer and the loaded drafts. Kept prefixes are those of the old
+        parameters, so it starts without them.
 
         Raises:
           ValueError: the shapes or dtypes differ.
@@ -119,8 +119,6 @@ class Model:
         other.params, other.autos = params, {}
         other.loaded = LoadedModel(self.config, params, self.name, self.loaded.trained_for)
         other.prefixes = None if self.prefixes is None else PrefixStore(self.prefixes.max_bytes)
-        for name in ("_learnt", "_exact_learnt"):
-            vars(other).pop(name, None)
         return other
 
     @functools.cached_property
@@ -235,19 +233,6 @@ class Model:
         with needed():
             # Programs of its own, because texts that run beside the check count the compile times of their programs.
             return exactness.refusal(self.loaded.exact, Executables(), self.device, self.mesh)
-
-    def learnt_of(self, target: LoadedModel) -> Learnt:
-        """Returns the counts of earlier texts of method `auto`: of this model, or of its exact form."""
-        return self._learnt if target is self.loaded else self._exact_learnt
-
-    @functools.cached_property
-    def _learnt(self) -> Learnt:
-        key = {"model": self.fingerprint, "precision": self.precision}
-        return Learnt(key, keeps=bool(stored_programs.version()) and self.mesh is None)
-
-    @functools.cached_property
-    def _exact_learnt(self) -> Learnt:
-        return Learnt({}, keeps=False)
 
     def loop(self, exact: bool = False) -> Loop:
         """Returns the compiled loop; `exact`: that of texts with this option."""

@@ -243,7 +243,7 @@ class Preparation:
 
 def acceptor_of(method: AnyMethod, options: GenerationOptions, requests: Sequence[RowRequest]) -> Acceptor:
     """Returns the acceptor of a batch; greedy texts and sampled ones with the default have the same."""
-    # The choices of `auto` depend on earlier texts and other rows, and must not change the text of a seed.
+    # The choices of `auto` depend on prices and other rows, and must not change the text of a seed.
     default: AcceptorName = "coupled" if isinstance(method, Auto) else "block"
     return build_acceptor(options.acceptor, needs_sampling(requests), default)
 

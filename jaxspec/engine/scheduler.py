@@ -79,9 +79,8 @@ class Scheduler:
     wait, as far as memory allows, and fewer when most are free. When its last request ends, its caches are freed.
 
     Greedy text does not depend on the other requests, up to rounding (see `exact`). Sampled text with a seed depends
-    only on the programs, except with `auto` and an acceptor other than coupled, whose choices follow earlier texts.
-    Sampled requests whose drafts would depend on the other rows (a shared mask, or such an `auto`) run one after
-    another.
+    only on the programs. Sampled requests whose drafts would depend on the other rows (a shared mask, or `auto` with
+    an acceptor other than coupled) run one after another.
 
     Args:
       lm: the model.

@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from jaxspec.costs.rounds import DraftCost
     from jaxspec.protocol import Drafter
 
-# The longest draft: longer ones are rarely accepted whole, and each verification is compiled for this length.
-_USUAL = 10
+# The longest draft: longer ones are rarely accepted whole, and a CPU verifies 8 rows as fast as 5.
+_USUAL = 7
 # The most candidates: each is built, and has a price in each choice.
 _MOST = 32
-# The expected acceptance of a lookup's first and further tokens, and of a model's tokens, if none was measured.
-_LOOKUP, _UNKNOWN = (0.5, 0.75), (0.5,)
+# The expected acceptance of a lookup's first and further tokens, and of a model's tokens, if none was measured. Below
+# the mean (.36 of first tokens in SmolLM2's answers to Spec-Bench), because a text that copies soon shows it.
+_LOOKUP, _UNKNOWN = (0.25, 0.5), (0.5,)
+# The least speed-up over plain decoding that the record of an offered head must promise. A head costs more than its
+# drafts: time in prompts and in rounds without it, and drafts until a text has shown that they do not pay.
+_WORTH = 1.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,13 +33,13 @@ class Auto(DraftingMethod):
     """Chooses the drafting method and the draft length in each round: the fastest expected, or plain decoding.
 
     The choice is made inside the compiled loop, from the drafts accepted so far in each text, and from prices and
-    expected acceptances that do not change within a process. `jaxspec profile` measures the costs of steps;
-    otherwise they are estimated from sizes. Acceptances come from the records of heads and from earlier texts, which
-    are kept in the user's cache directory. Rejected drafts cost a text at most a small share of its time.
+    expected acceptances that do not change. `jaxspec profile` measures the costs of steps; otherwise they are estimated
+    from sizes. The acceptances of heads come from their records. Rejected drafts cost a text at most a small share of
+    its time.
 
     Attributes:
       among: methods to choose among, beside plain decoding; their options are given beside this one. Default: ngram,
-        suffix, early exits that the model was trained for, and heads that are beside it or come with jaxspec.
+        early exits that the model was trained for, and heads beside it or from jaxspec that promise a gain.
       explain: report candidates and prices, see `Result.expected`; the command line writes them to standard error
         after the text.
 
@@ -109,9 +113,8 @@ class Auto(DraftingMethod):
         """Makes the drafter of candidates, see `build`."""
         import jax.numpy as jnp
 
-        from jaxspec.costs.expectations import informed
         from jaxspec.costs.prices import measured_prices
-        from jaxspec.costs.rounds import guessed, guessed_row
+        from jaxspec.costs.rounds import CPU_STEPS, guessed, guessed_row
         from jaxspec.drafting.autoregressive_drafter import Autoregressive
         from jaxspec.drafting.choosing_drafter import Choosing, widths_of
 
@@ -119,14 +122,12 @@ class Auto(DraftingMethod):
             return Autoregressive(self.length(_USUAL)), None
         drafters = tuple(one.drafter for one in candidates)
         widths, longest = widths_of(drafters), max(one.num_draft_tokens for one in drafters)
-        costs = resources.costs or guessed(target.config.num_layers, guessed_row(resources.platform))
-        seen, accept = resources.seen(), []
-        for one in candidates:
-            known: Sequence[float] = _LOOKUP
-            if not one.cost.copies:
-                known = _UNKNOWN if one.expected is None else one.expected
-            accept.append(informed(known, seen.get(one.name) if one.offered else None))
+        accept = [_LOOKUP if one.cost.copies else one.expected or _UNKNOWN for one in candidates]
         trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
+        steps = CPU_STEPS[target.rounds_activations] if resources.platform == "cpu" else ()
+        costs = resources.costs or guessed(
+            target.config.num_layers, guessed_row(resources.platform), steps=steps
+        )
         given = costs, _works(candidates), trees, widths, longest, accept
         prices = measured_prices(*given, one_width=resources.platform != "cpu")
         drafter = Choosing(target.config, drafters, prices, jnp.float32(Choosing.memory))
@@ -140,7 +141,6 @@ class Auto(DraftingMethod):
         """
         kinds = registry.available()[0].values()
         offered = [one for kind in kinds for one in kind.offered(target, resources)]
-        own = [_of_any_length(one) for one in offered]
         made = []
         for method in self.methods() or offered:
             try:
@@ -151,8 +151,12 @@ class Auto(DraftingMethod):
                 # The user did not name it: a file beside the model may be out of date.
                 warnings.warn(f"auto leaves out {method.name}: {error}", RuntimeWarning, stacklevel=2)
                 continue
-            made.append(dataclasses.replace(candidate, offered=_of_any_length(method) in own))
-        # Files distinguish candidates by name.
+            if not self.methods() and candidate.expected is not None:
+                alone: Any = self.built((candidate,), target, resources)[0]
+                if alone.rule.speedups(0).max() < _WORTH:
+                    continue
+            made.append(candidate)
+        # Reports distinguish candidates by name.
         before: Counter[str] = Counter()
         for at, one in enumerate(made):
             before[one.name] += 1
@@ -189,16 +193,6 @@ def _works(candidates: Sequence[Candidate]) -> list[DraftCost]:
     if len(exits) == 1 and min(read, default=max(exits)) >= max(exits):
         return [one.cost for one in candidates]
     return [dataclasses.replace(one.cost, shared=0.0) for one in candidates]
-
-
-def _of_any_length(method: Method) -> Method:
-    """Returns the method and its parts without their K: acceptance is measured by position."""
-    parts: dict[str, Any] = {
-        name: _of_any_length(one) for name, one in method.given.items() if isinstance(one, Method)
-    }
-    if isinstance(method, DraftingMethod):
-        parts["num_draft_tokens"] = None
-    return dataclasses.replace(method, **parts)
 
 
 def _kind(one: str | Method) -> type[Method]:

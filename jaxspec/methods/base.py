@@ -39,8 +39,6 @@ class Candidate:
       drafter, params: the result of `Method.build`.
       cost: the cost of its drafts.
       expected: the expected acceptance by position; None if none was measured.
-      offered: whether it is a default candidate of the model. The counts of texts are kept only of these, not of
-        candidates with another head or with options.
     """
 
     name: str
@@ -48,7 +46,6 @@ class Candidate:
     params: Any
     cost: DraftCost
     expected: tuple[float, ...] | None = None
-    offered: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -233,7 +233,6 @@ class Resources:
       load_head: (directory or hub id of a head, target) → the head, checked to fit.
       quantise: (model, 8 or 4 bits) → a copy with quantised weights, checked to fit.
       costs: the measured costs of steps, for `auto`; None if there are none.
-      seen: () → accepted and rejected draft tokens by position in earlier texts, float[K, 2], by candidate of `auto`.
 
     Examples:
       >>> resources = Resources(load_draft=lambda model: model.loaded, encode=lambda text: [3, 4])
@@ -249,4 +248,3 @@ class Resources:
     load_head: Callable[[FilePath, LoadedModel], LoadedHead] = no_heads
     quantise: Callable[[LoadedModel, int], LoadedModel] = LoadedModel.quantised
     costs: StepCosts | None = None
-    seen: Callable[[], Mapping[str, np.ndarray]] = dict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Lookup, Method, option
+from jaxspec.methods.base import MAX_DRAFT_TOKENS, DraftingMethod, Lookup, option
 from jaxspec.methods.files import read_reference
 from jaxspec.methods.resources import LoadedModel, Resources
 
@@ -63,8 +63,3 @@ class Suffix(Lookup, DraftingMethod):
             num_draft_tokens=self.length(Drafting.num_draft_tokens),
         )
         return drafter, None
-
-    @classmethod
-    def offered(cls, target: LoadedModel, resources: Resources) -> tuple[Method, ...]:
-        """Returns the method itself, which needs no files."""
-        return (cls(),)

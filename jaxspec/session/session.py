@@ -202,9 +202,6 @@ class Session:
 
     def end(self) -> None:
         """Takes note that all requests have ended. If more may come, the caches are freed."""
-        if self._state is None:
-            return
-        self.strategy.end()
         if self._elastic:
             self._state, self.rows = None, Rows()
 
@@ -418,7 +415,6 @@ class Session:
         self._state = self._executables.call(compiled.resize, self._state, batch=batch, mesh=self.loop.mesh)
         self.rows.resize(batch)
         self._parts = self._feeding.parts(self.rows.requests(self.requests[0]))
-        self.strategy.resized(batch)
 
     def _narrow(self) -> None:
         """Drops the free rows after the last text if they are half of the batch and no request waits.

@@ -80,10 +80,6 @@ class Strategy(abc.ABC):
         """Takes note of a text that begins in a row."""
         return
 
-    def resized(self, batch: int) -> None:
-        """Takes note that the batch has `batch` rows now, the first ones."""
-        return
-
     @abc.abstractmethod
     def rounds(
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
@@ -97,10 +93,6 @@ class Strategy(abc.ABC):
 
     def learn(self) -> None:
         """Takes note of the last call of `rounds`, once the host has read its tokens."""
-        return
-
-    def end(self) -> None:
-        """Called once when all texts of the batch have ended."""
         return
 
 

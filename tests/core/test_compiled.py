@@ -27,6 +27,7 @@ from jaxspec.drafting.choosing_drafter import Choosing
 from jaxspec.drafting.draft_model_drafter import DraftModel
 from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.lookup import LookupDrafter
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.drafting.s2d_drafter import S2D
 from jaxspec.drafting.token_recycling_drafter import TokenRecycling
@@ -213,16 +214,18 @@ def test_the_widths_of_verification(lm, method):
     text = call.function.trace(*call.args, **call.static).lower().as_text()
     vocabulary = tiny.TARGET.vocab_size
     heads = re.findall(rf"-> tensor<1x(\d+)x{vocabulary}xf32>", text)
-    widths = call.args[1].drafter.verify_widths
+    drafter = call.args[1].drafter
+    widths = drafter.verify_widths
     assert {int(width) for width in heads} >= set(widths)
     expected = {
         "autoregressive": (1,),
-        "choosing": (1, 4, 5),
+        "choosing": (1, 2, 4, 5),
         "draft-model": (4,),
         "token-recycling": (1, 6),
         "eagle-tree": (8,),
     }
-    assert widths == expected.get(method, (1, 4))
+    usual = (1, 2, 4) if isinstance(drafter, LookupDrafter | Choosing) else (1, 4)
+    assert widths == expected.get(method, usual)
 
 
 @pytest.mark.representatives(*("choosing-cuda", "s2d-cuda", "eagle-tree-tpu"))

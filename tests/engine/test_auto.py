@@ -1,4 +1,4 @@
-"""`method="auto"` in the engine: texts, candidates, prices, earlier texts, and the first text of a process."""
+"""`method="auto"` in the engine: texts, candidates, prices, and the first text of a process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from jaxspec.costs import expectations
 from jaxspec.costs.rounds import StepCosts
 from jaxspec.decoding import Parts
 from jaxspec.drafting.autoregressive_drafter import Autoregressive
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.io.methods import auto_file
 from jaxspec.methods import Auto, LayerSkip, NGram
 from jaxspec.programs import compilation_cache
-from jaxspec.session.auto import Learnt
 from jaxspec.testing import reference
 from tests import caching, tiny
 from tests.core.test_mesh import on_eight_devices
@@ -50,10 +47,10 @@ def test_texts_are_plain_decodings_and_drafted(lm, options):
     found = lm.generate(prompts, **ALL, **LONG, **options)
     plain = lm.generate(prompts, method="autoregressive", **LONG, **options)
     assert [row.tokens for row in found] == [row.tokens for row in plain]
-    assert all(row.statistics.num_draft_tokens > 0 for row in found)
+    assert any(row.statistics.num_draft_tokens > 0 for row in found)
     if not options:  # the repetition is found without a model
         assert "ngram in " in found[0].drafted_by
-        assert found[0].statistics.num_accepted_tokens >= 15
+        assert found[0].statistics.num_accepted_tokens >= 10
 
 
 @pytest.mark.slow
@@ -187,31 +184,6 @@ def test_with_an_acceptor_under_which_drafts_change_the_text_the_text_waits(kept
     assert text.statistics.num_draft_tokens > 0
 
 
-def test_what_texts_show_is_for_the_next_process(kept):
-    lm = tiny.language_model()
-    options = {"among": ("ngram", LayerSkip(exit_layer=1)), "explain": True}
-    expected = []
-    for _ in range(2):
-        result = lm.generate([list(PROMPT)] * 2, method=Auto(**options), **LONG)[0]
-        expected.append(result.expected)
-    # Within a process nothing changes.
-    assert expected[0] == expected[1]
-    assert lm._learnt.before == {}
-    lm._learnt.keep()
-    later = tiny.language_model()
-    assert later._learnt.before["ngram"][0, 0] > 0
-    result = later.generate([list(PROMPT)] * 2, method=Auto(**options), **LONG)[0]
-    assert result.expected != expected[0]
-
-
-def test_of_other_heads_and_options_nothing_is_learnt(lm):
-    """Their names are those of the candidates that the model offers."""
-    result = lm.generate([list(PROMPT)] * 2, method=Auto(among=(NGram(ngram_max=2),)), **LONG)[0]
-    assert "ngram in" in result.drafted_by
-    auto = lm.preparation.drafters.auto(Auto(among=(NGram(ngram_max=2),)), ("greedy",), lm.loaded)
-    assert (auto.names, auto.learns) == (("ngram",), (None,))
-
-
 def test_a_text_that_ends_in_the_prefill_has_no_rounds(lm):
     first, second = lm.generate(
         [list(PROMPT)] * 2, max_batch=1, max_new_tokens=[40, 1], ignore_eos=True, **ALL
@@ -234,46 +206,6 @@ def test_an_error_of_the_compiler_is_the_callers(monkeypatch):
     with pytest.raises(ValueError, match="no such instruction"):
         scheduler.warm_up(**ALL)
     assert scheduler.idle
-
-
-def test_counts_are_remembered(tmp_path):
-    with caching.user_cache(tmp_path):
-        learnt = Learnt({"model": "abc"}, keeps=True)
-        learnt.add(("ngram", "head"), np.array([[[3, 1], [2, 0]], [[0, 0], [0, 0]]]))
-        learnt.keep()
-        after = Learnt({"model": "abc"}, keeps=True)
-        assert {name: one.tolist() for name, one in after.before.items()} == {"ngram": [[3, 1], [2, 0]]}
-        after.add(("ngram",), np.array([[[1, 1]]]))
-        assert after.before["ngram"].tolist() == [[3, 1], [2, 0]]
-        after.keep()
-        weight = expectations.MEMORY
-        found = Learnt({"model": "abc"}, keeps=True).before["ngram"]
-        np.testing.assert_allclose(found, [[1 + 3 * weight, 1 + weight], [2 * weight, 0]], atol=2e-3)
-        assert Learnt({"model": "other"}, keeps=True).before == {}
-        assert Learnt({"model": "abc"}, keeps=False).before == {}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        None,
-        {"key": 1},
-        {"value": {"ngram": [[1, 2, 3]]}},
-        {"value": {"ngram": []}},
-        {"value": {"ngram": [[-1, 2]]}},
-        {"value": {"ngram": [[1e999, 2]]}},
-        {"value": {"ngram": None}},
-        {"value": [1]},
-    ],
-)
-def test_a_damaged_file_is_no_file(tmp_path, changes):
-    with caching.user_cache(tmp_path):
-        auto_file.write({}, {"ngram": np.ones((2, 2))})
-        assert auto_file.read({})
-        (path,) = (tmp_path / "auto").iterdir()
-        content = path.read_text(encoding="utf-8")
-        path.write_text(content[:-10] if changes is None else json.dumps(json.loads(content) | changes))
-        assert auto_file.read({}) == {}
 
 
 def test_without_candidates_there_is_plain_decoding(monkeypatch):
@@ -302,7 +234,8 @@ def test_early_exits_share_layers_only_with_each_other(lm):
     """A verification begins after one layer in all rows."""
     drafter, _ = lm.drafter(Auto(among=(LayerSkip(exit_layer=1), NGram()), num_draft_tokens=3))
     alone, _ = lm.drafter(Auto(among=(LayerSkip(exit_layer=1),), num_draft_tokens=3))
-    np.testing.assert_allclose(drafter.prices.draft[:, 0], alone.prices.draft[:, 0])
+    # One draft token has a width of its own beside a lookup.
+    np.testing.assert_allclose(drafter.prices.draft[:, 0, 2:], alone.prices.draft[:, 0, 2:])
     assert Parts(drafter, None, None).verify_widths[0] == 1
     assert isinstance(lm.drafter("autoregressive")[0], Autoregressive)
 
@@ -320,6 +253,27 @@ def test_another_packages_method_is_offered_too():
         assert [one.name for one in tiny.language_model().candidates(Auto())] == ["theirs"]
 
 
+@pytest.mark.parametrize(
+    ("accept", "names"), [((0.99,) * 9, ["exit 1"]), ((0.2, 0.2), []), (None, ["exit 1"])]
+)
+def test_a_method_with_a_record_must_promise_a_gain(accept, names):
+    class Exit(LayerSkip):
+        name = "exit"
+
+        @classmethod
+        def offered(cls, target, resources):
+            return (cls(exit_layer=1),)
+
+        def expectation(self, target, resources):
+            return accept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxspec.methods.registry.available", lambda: ({"exit": Exit}, []))
+        lm = tiny.language_model()
+        assert [one.name for one in lm.candidates(Auto())] == names
+        assert len(lm.candidates(Auto(among=(Exit(exit_layer=1),)))) == 1
+
+
 def test_a_plan_beside_the_model_is_a_candidate(tmp_path):
     from jaxspec.io.methods.method_files import PLAN_NAME, write_plan
     from jaxspec.model.plan import LayerPlan
@@ -328,7 +282,7 @@ def test_a_plan_beside_the_model_is_a_candidate(tmp_path):
     lm.directory = tmp_path
     write_plan(tmp_path / PLAN_NAME, lm.fingerprint, LayerPlan.skipping(2, [0], [0]), {})
     found = {one.name: one.cost for one in lm.candidates(Auto())}
-    assert list(found) == ["draft-verify", "ngram", "suffix"]
+    assert list(found) == ["draft-verify", "ngram"]
     np.testing.assert_allclose(found["draft-verify"].layers, 1.0)
 
 
@@ -342,6 +296,6 @@ def test_an_offered_candidate_that_cannot_be_built_is_left_out(tmp_path):
     lm.directory = tmp_path
     write_plan(tmp_path / PLAN_NAME, "another", LayerPlan.skipping(2, [0], [0]), {})
     with pytest.warns(RuntimeWarning, match="^auto leaves out draft-verify: .* belongs to another model"):
-        assert [one.name for one in lm.candidates(Auto())] == ["ngram", "suffix"]
+        assert [one.name for one in lm.candidates(Auto())] == ["ngram"]
     with pytest.raises(ValueError, match="belongs to another model"):
         lm.candidates(Auto(among="draft-verify"))

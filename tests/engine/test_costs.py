@@ -58,6 +58,8 @@ def test_known_steps_come_back():
     assert COSTS.step_ms(layers=0) == pytest.approx(2.0)
     assert guessed(10, row=0.1).step_ms(rows=6) == pytest.approx(1.5)
     assert guessed(10, row=0.1).step_ms(layers=5) == pytest.approx(0.55)
+    known = guessed(10, row=0.1, steps=((2, 1.4), (8, 1.5)))
+    assert [known.step_ms(rows) for rows in (1, 2, 5, 8)] == pytest.approx([1.0, 1.4, 1.45, 1.5])
 
 
 def test_between_and_behind_the_known_ones_are_straight_lines():

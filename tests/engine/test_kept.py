@@ -1,4 +1,4 @@
-"""Programs and what method `auto` has learnt are kept for the next process."""
+"""Programs are kept for the next process."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from jaxspec.model.sharding import local
 from jaxspec.protocol import Weights
 
 # (rows per text, batch) of the steps of the whole model; the most rows represent a prefill.
-POINTS = ((1, 1), (2, 1), (5, 1), (9, 1), (33, 1), (1, 4), (5, 4))
+POINTS = ((1, 1), (2, 1), (8, 1), (9, 1), (33, 1), (1, 4), (5, 4))
 # (live tokens, cache slots) of most steps, and of the step that measures the cost of live tokens.
 SHORT, LONG = (LIVE + 1, 128), (1000, 1024)
 # Total time of all timings in seconds, within the range of turns.
