@@ -28,7 +28,7 @@ LONGEST = (
 
 # The variable that names the method of the tests that name none. Without it, the folders that test what users call have
 # the default of users, and the others decode plainly.
-METHOD, USERS, FRONT = "JAXSPEC_TEST_METHOD", registry.DEFAULT, ("commands", "server")
+METHOD, USERS, FRONT = "JAXSPEC_TEST_METHOD", registry.DEFAULT, ("commands", "engine", "server")
 # With this variable, a skipped test fails unless its reason is here: CI has all packages and the shared data.
 NO_SKIPS = "JAXSPEC_TEST_NO_SKIPS"
 MAY_SKIP = set() if data.DATA.is_dir() else {"the shared data is not here"}
