@@ -107,8 +107,8 @@ def linear(
         special["cuda"] = functools.partial(_summed, out_dtype=out_dtype)
     if x.dtype == weight.dtype == jnp.float32 and exact:
         special["cpu"] = _eight_rows
-    elif x.dtype == weight.dtype == jnp.float32 and rows <= FEW_ROWS:
-        special["cpu"] = _few_rows
+    elif x.dtype == weight.dtype == jnp.float32:
+        special["cpu"] = _few_rows if rows <= FEW_ROWS else functools.partial(_flat, out_dtype=out_dtype)
     elif x.dtype == weight.dtype == jnp.bfloat16:
         special["cpu"] = functools.partial(_bfloat16_product, out_dtype=out_dtype)
     y = jax.lax.platform_dependent(x, weight, default=product, **special) if special else product(x, weight)
@@ -180,6 +180,12 @@ def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array
     return jax.lax.dot_general(
         x, weight, contract, precision=precision_of(x.dtype), preferred_element_type=out_dtype
     )
+
+
+def _flat(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """Returns `_product` as that of two matrices, for which XLA's CPU library takes .6 to .85 times as long."""
+    y = _product(x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]), out_dtype)
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
 def _rounded_product(x: jax.Array, weight: jax.Array) -> jax.Array:
