@@ -1,4 +1,4 @@
-"""Products in bfloat16 on a CPU: the same numbers, both gradients, and no second array of a weight; rows on a TPU."""
+"""Products on a CPU: in bfloat16 the same numbers and both gradients, and no second array of a weight; rows on a TPU."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def test_gradients_of_products_in_bfloat16(rows, outputs):
     np.testing.assert_allclose(wide(of_weight), wanted, rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("outputs", [(1024,), (2, 512), (4, 4, 64)])
-def test_no_second_array_of_a_bfloat16_weight_is_made(rows, outputs):
-    x, weight = drawn(1, rows, 256), drawn(*outputs, 256)
+def test_no_second_array_of_a_weight_is_made(rows, outputs, dtype):
+    x, weight = drawn(1, rows, 256).astype(dtype), drawn(*outputs, 256).astype(dtype)
     text = jax.jit(linear).lower(x, weight).compile().as_text()
     assert text is not None
     made = re.findall(r"= \w+\[([\d,]+)\]\S* (\w+)\(", text)
