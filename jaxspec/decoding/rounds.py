@@ -96,8 +96,6 @@ def decode_round(
     keys = fold_in(state.keys, state.length)
     # A round always commits one token after the accepted drafts, so a draft gets one token less than the budget.
     budget = jnp.where(live, state.limit - state.length - 1, 0)
-    if parts.longest is not None:
-        budget = jnp.minimum(budget, parts.longest)
     drafter, depth = parts.drafter, parts.drafter.num_draft_tokens
     # A coupled acceptor draws a token with the key that plain decoding uses at its position; the drafter draws with
     # the same keys, so that both draw the same token where their distributions agree.

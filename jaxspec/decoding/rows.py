@@ -13,7 +13,7 @@ from flax import struct
 from jaxspec.model import cache as kv
 from jaxspec.model.cache import KVCache
 from jaxspec.penalties import Penalties
-from jaxspec.protocol import Acceptor, Drafter, State, kinds_of, rising_widths
+from jaxspec.protocol import Acceptor, Drafter, State, kinds_of
 from jaxspec.sampling import Distribution
 
 # Up to this size of a row, `put_rows` writes all of it: a GPU needs one kernel in place of three. In a wide row a CPU
@@ -29,7 +29,6 @@ class Parts:
       drafter, acceptor, distribution: the parts of the loop; `distribution` is the sampling distribution.
       one_width: whether every verification has the drafter's largest width, static. True on platforms where
         `model.control.narrowest` compiles only that width, so that the others are not traced.
-      longest: int32 scalar, the largest number of draft tokens if it changes between calls; None for always K.
       penalties: changes of the target's logits that depend on the text before a position; None for none.
       log_probs: int32[B], 1 for the rows whose tokens have reported log-probabilities, 2 for those that report the
         likeliest tokens too, and 0 for the others; None for no row.
@@ -40,7 +39,6 @@ class Parts:
     acceptor: Acceptor
     distribution: Distribution
     one_width: bool = struct.field(pytree_node=False, default=False)
-    longest: jax.Array | None = None
     penalties: Penalties | None = None
     log_probs: jax.Array | None = None
     kinds: tuple[type, ...] = struct.field(pytree_node=False, default=())
@@ -67,10 +65,7 @@ class Parts:
     def verify_widths(self) -> tuple[int, ...]:
         """The numbers of rows for which a verification is compiled, rising."""
         widths = self.drafter.verify_widths
-        if self.one_width:
-            return widths[-1:]
-        # With `longest` a draft may be shorter than K, so narrower verifications pay.
-        return widths if self.longest is None or self.drafter.drafts_trees else rising_widths(widths[-1] - 1)
+        return widths[-1:] if self.one_width else widths
 
 
 @struct.dataclass

@@ -65,7 +65,7 @@ def warm_up(
     """Generates by each run after each prompt, waits for background compilation and generates once more.
 
     For method `auto`, all its programs are compiled. The last generation, after the first prompt, is the first run of
-    the programs that were compiled in the background; it takes longer, and `auto` does not learn a cost from it.
+    the programs that were compiled in the background, which takes longer.
 
     Args:
       models: the models of the runs.
