@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.model.cache import KVCache
-from jaxspec.protocol import Drafter, Proposal, State, View, Weights
+from jaxspec.protocol import Drafter, Proposal, State, View, Weights, rising_widths
 from jaxspec.sampling import Distribution
 
 # Separates and pads reference texts. It is not a token: it matches none and is never proposed.
@@ -74,12 +74,11 @@ class LookupDrafter(Drafter):
 
     @property
     def verify_widths(self) -> tuple[int, ...]:
-        """The widths of verification: a row for rounds without a match, two for doubtful ones, and wide ones.
+        """The widths of verification: a row for rounds without a match, two for doubtful copies, and wider ones.
 
         A copy is mostly right for one token or for many, and on a CPU two rows cost little more than one in int8.
         """
-        full = self.num_draft_tokens + 1
-        return tuple(sorted({1, 2, *(width for width in (17, 65) if 2 * width <= full), full}))
+        return tuple(sorted({2, *rising_widths(self.num_draft_tokens)}))
 
     def look_up(self, keys: jax.Array, view: View) -> tuple[Proposal, jax.Array]:
         """Returns the draft of each row, without `log_probs`, and the expected number of accepted tokens, float32[B].

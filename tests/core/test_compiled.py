@@ -395,7 +395,7 @@ def test_a_layer_adds_few_instructions_on_a_cpu():
     def instructions(num_layers: int) -> dict[str, int]:
         config = dataclasses.replace(tiny.TARGET, num_layers=num_layers, max_position_embeddings=1024)
         run, weights, parts, request = prefill_call(config, Autoregressive(), 512, 64)
-        choosing = tiny.choosing(config, (NGram(num_draft_tokens=10),))
+        choosing = tiny.choosing(config, (NGram(num_draft_tokens=7),))
         programs = {}
         with tracing(weights):
             programs["prefill"] = jax.jit(run).lower(weights, parts, request)

@@ -100,7 +100,8 @@ def test_ngram_finds_what_the_slow_twin_finds(name, texts, beyond, seed):
 
 def test_verify_widths():
     assert Autoregressive().verify_widths == (1,)
-    assert NGram(num_draft_tokens=10).verify_widths == (1, 2, 11)
+    # Grammars and suffixes draft a few tokens too.
+    assert [NGram(num_draft_tokens=k).verify_widths for k in (1, 7, 10)] == [(1, 2), (1, 2, 8), (1, 2, 5, 11)]
     assert [rising_widths(k) for k in (1, 3, 8, 9, 33)] == [
         (1, 2),
         (1, 4),
