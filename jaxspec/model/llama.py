@@ -537,7 +537,7 @@ def run_with_aux(
     period = _period(config, params, cache, layers, plan)
     trips = len(layers) // period if LOOPED.value and cache.merged and not config.exact else 0
     looped = layers[: trips * period if trips > 1 else 0]
-    written, watched, streams = list(cache.layers), [], {}
+    written, watched, streams = list(cache.layers), [], []
     types = {layer: config.layer_type(layer) for layer in layers}
     positions, attentions = cached(config, cache, layers, start, hidden.shape[1], tree)
     # In the order of the layers, so that each process traces the same program.
@@ -581,21 +581,22 @@ def run_with_aux(
         with jax.named_scope("layers"):
             hidden, made = jax.lax.scan(trip, hidden, (jnp.arange(trips), [stacks for stacks, _ in equal]))
         for at, layer in enumerate(looped):
-            rows, seen, streams[layer] = jax.tree.map(operator.itemgetter(at // period), made[at % period])
+            rows, seen, stream = jax.tree.map(operator.itemgetter(at // period), made[at % period])
             ring = cache.is_ring(written[layer][0])
             written[layer] = kv.put(written[layer], rows, start, cache.merged, ring)
             watched.append(seen)
+            streams.append(stream)
     for layer in layers[len(looped) :]:
-        streams[layer], attend = hidden, attentions[config.window(layer)]
+        attend = attentions[config.window(layer)]
+        streams.append(hidden)
         with jax.named_scope(f"layer_{layer}"):  # for a reader of the compiled program
             ran = run(layer, params["layers"][layer], attend, planned(layer), hidden, written[layer])
         hidden, written[layer], seen = ran
         watched.append(seen)
-    streams[last] = hidden
-    aux = [final_norm(config, params, hidden) if of == FINAL else streams[of] for of in aux_layers]
+    here = tuple(layer if layer == FINAL else layer - first for layer in aux_layers)
     return Ran(
         hidden,
-        jnp.concatenate(aux, axis=-1) if aux else None,
+        aux_hidden_states_of(config, params, [*streams, hidden], here) if here else None,
         dataclasses.replace(cache, layers=written),
         None if watch is None else jnp.stack(watched),
     )
