@@ -438,17 +438,16 @@ def table(report: Mapping[str, Any]) -> str:
     return _markdown(lines)
 
 
-def table_by_kind(report: Mapping[str, Any]) -> str:
-    """Returns the speeds by kind of work in Markdown, and each run ÷ plain decoding in float32 with its interval."""
+def table_of_ratios(report: Mapping[str, Any]) -> str:
+    """Returns speeds on all prompts in Markdown, and each run ÷ plain decoding in float32 with its interval."""
     baseline = next(iter(report["ratios"]))
-    kinds = [*next(iter(report["runs"].values()))]
-    lines = [["tokens per second", *kinds, f"÷ {baseline}", "the same text"]]
-    lines.append(["---", *("--:" for _ in lines[0][1:])])
-    for run, figures in report["runs"].items():
-        speeds = [_number(figures[kind]["tokens_per_second"], 0) for kind in kinds]
-        ratio = report["ratios"][baseline].get(run, {}).get(ALL)
+    lines = [["tokens per second", ALL, f"÷ {baseline}", "the same text"], ["---", *["--:"] * 3]]
+    for run, kinds in report["runs"].items():
+        figures, ratio = kinds[ALL], report["ratios"][baseline].get(run, {}).get(ALL)
         inverse = "1" if ratio is None else _with_interval([1 / ratio[0], *(1 / end for end in ratio[:0:-1])])
-        lines.append([run, *speeds, inverse, _number(figures[ALL]["same_texts"], 2)])
+        lines.append(
+            [run, _number(figures["tokens_per_second"], 0), inverse, _number(figures["same_texts"], 2)]
+        )
     return _markdown(lines)
 
 

@@ -22,7 +22,7 @@ from jaxspec.model.numerics import linear
 from jaxspec.model.quantisation import NUM_OUTLIERS, Quantised, quantised, with_outliers
 
 # Prose, numbers, quotation and code. With 256 tokens of a book or of chats the loss is the same; with random tokens it
-# is higher (docs/measurements/int8.md).
+# is higher (docs/measurements/cpu.md).
 CALIBRATION = (
     'The quick brown fox jumps over the lazy dog. In 1998, 12 people (3 of them women) went to Paris; they said: "How '
     'much is it?" def f(x): return x + 1\n'

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.model.config import LlamaConfig
 
 # The number of input channels that products with int8 activations compute apart. More channels do not reduce the loss
-# (docs/measurements/int8.md).
+# (docs/measurements/cpu.md).
 NUM_OUTLIERS = 64
 # The leaves of `llama.param_shapes` that are matrices of products.
 _MATRICES = frozenset({"qkv", "out", "gate_up", "down", "head"})

@@ -1,4 +1,4 @@
-"""The pages that are made from figures, and the commands that pages print."""
+"""The tables that are made from figures, and the commands that pages print."""
 
 from __future__ import annotations
 
@@ -22,33 +22,28 @@ MEASURED = {
     f"measurements/{path.name}": path.read_text(encoding="utf-8")
     for path in sorted(MEASUREMENTS.glob("*.md"))
 }
-MEASURING = tuple(page for page, text in MEASURED.items() if "```bash" in text)
+MEASURING = tuple(page for page, text in MEASURED.items() if "```bash\n" in text)
 PAGES = (*TABLES, *MEASURING, "laboratory.md")
 # In bash, a printed command prints its words; loops and variables of the page are expanded.
 STUBS = """
 say() { python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >&3; }
-for name in jaxspec python pytest pip awk head cp; do eval "$name() { say $name \\"\\$@\\"; }"; done
-git() { return 1; }  # what follows is of another commit
+for name in jaxspec python pytest pip; do eval "$name() { say $name \\"\\$@\\"; }"; done
 exec 3>&1 >/dev/null
 cd "$1"
 """
 
 
 def printed(page: str, folder: Path) -> list[list[str]]:
-    """The commands that a page prints, as words, without those that begin with an environment."""
+    """The commands that a page prints, as words; a block with a title is of another commit."""
     text = (results.DOCS / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(?!git worktree add [^&\n]*\n)(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     script = STUBS + "\n".join(blocks) + "true\n"
     ran = subprocess.run(["bash", "-c", script, "page", folder], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-def test_the_index_of_measurements_is_made_from_the_figures():
-    assert MEASURED["measurements/index.md"] == results.page(results.load(MEASUREMENTS / "figures.json"))
-
-
 def test_tables_within_pages_are_made(capsys):
-    """Those of README.md, of a page and of the index; measured cells of the latter are figures of the pages."""
+    """A measured cell of the table of speeds is a figure of its page."""
     for page, mark, table in results.tables():
         text = page.read_text("utf-8")
         assert text == speeds.replaced(text, mark, table)
@@ -60,44 +55,6 @@ def test_tables_within_pages_are_made(capsys):
     for one in json.loads((MEASUREMENTS / "speeds.json").read_text("utf-8"))["measured"]:
         assert re.search(rf"\b{re.escape(one['value'])}\b", MEASURED[f"measurements/{one['page']}"]), one
     assert printed.count("**") == 2 * 4
-
-
-def test_each_figure_is_in_the_entry_of_its_question():
-    """With its interval and its command, which the page may break into lines."""
-    for figure in results.load(MEASUREMENTS / "figures.json"):
-        page = MEASURED[f"measurements/{figure.page}"]
-        entry = page.partition(f"\n## {figure.question}\n")[2].partition("\n## ")[0]
-        for part in (figure.value, figure.interval, figure.machine, figure.date, figure.commit):
-            assert part is None or part in entry, (figure.id, part)
-        assert figure.command in re.sub(r"\s*\\\n\s*", " ", page), figure.id
-
-
-def test_no_question_has_two_entries():
-    others = {f"measurements/{page}" for page in (*results.OTHERS, "index.md")}
-    texts = "\n".join(text for page, text in MEASURED.items() if page not in others)
-    questions = re.findall(r"^## (.+)$", texts, re.MULTILINE)
-    assert len({*questions}) == len(questions)
-    assert all(question.endswith("?") for question in questions)
-
-
-FIGURE = dict.fromkeys(("interval", "machine", "date", "commit")) | {
-    name: name for name in ("id", "question", "answer", "value", "page", "command")
-}
-
-
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([FIGURE, FIGURE | {"id": "other"}], "has two current figures with the question 'question'"),
-        ([FIGURE, FIGURE | {"question": "Why?"}], "has two current figures with the id 'id'"),
-        ([FIGURE | {"speed": 1}], "has the wrong fields"),
-        ([{"id": "id"}], "has the wrong fields"),
-    ],
-)
-def test_wrong_figures_are_refused(tmp_path, records, message):
-    (tmp_path / "figures.json").write_text(json.dumps({"figures": records}))
-    with pytest.raises(ValueError, match=message):
-        results.load(tmp_path / "figures.json")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -113,7 +70,7 @@ def test_printed_commands_can_be_read(page, tmp_path, monkeypatch):
         monkeypatch.setattr(one, "run", run)
     monkeypatch.setattr(papers.Papers, "run", lambda self: 0)
     found = printed(page, tmp_path)
-    assert found or "git worktree" in (results.DOCS / page).read_text("utf-8")
+    assert found
     for name, *words in found:
         if name == "jaxspec" and words[0] in commands:
             assert main(words) == 0, words
