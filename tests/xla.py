@@ -10,13 +10,13 @@ FAST: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 # The options of users, where a test needs them: fusions and some instructions round differently.
 USUAL: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
 # An unknown option makes XLA end the process, and these change between versions.
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    FAST |= {
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_cpu_parallel_codegen_split_count": 1,
-    }
-    USUAL |= {"xla_cpu_use_fusion_emitters": True, "xla_llvm_disable_expensive_passes": False}
+_VERSION = importlib.metadata.version("jaxlib")
+if _VERSION.startswith(("0.10.", "0.12.")):
+    FAST |= {"xla_llvm_disable_expensive_passes": True, "xla_cpu_parallel_codegen_split_count": 1}
+    USUAL |= {"xla_llvm_disable_expensive_passes": False}
+if _VERSION.startswith("0.10."):
+    FAST |= {"xla_cpu_use_fusion_emitters": False}
+    USUAL |= {"xla_cpu_use_fusion_emitters": True}
 
 
 # The variable that names the directory of the programs that all tests of a run share.

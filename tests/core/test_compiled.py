@@ -36,7 +36,7 @@ from jaxspec.heads.eagle.drafter import Eagle
 from jaxspec.heads.hydra.drafter import Hydra
 from jaxspec.heads.kangaroo.drafter import Kangaroo
 from jaxspec.model import cache as kv
-from jaxspec.model import llama, numerics, prefill
+from jaxspec.model import llama, prefill
 from jaxspec.model.cache import KVCache
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.quantisation import Quantised

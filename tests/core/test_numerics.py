@@ -1,4 +1,4 @@
-"""Products on a CPU: in bfloat16 the same numbers and both gradients, and no second array of a weight; rows on a TPU."""
+"""Products on a CPU: no second array of a weight, and in bfloat16 the same numbers and gradients; rows on a TPU."""
 
 from __future__ import annotations
 
