@@ -19,7 +19,6 @@ def tables() -> list[tuple[Path, str, str]]:
     readme, measurements = DOCS.parent / "README.md", DOCS / "measurements"
     stored = read_json(measurements / "peers.json")
     return [
-        (readme, speeds.MADE, speeds.short()),
         (readme, peers.MADE, peers.table(stored)),
         (measurements / "index.md", speeds.MADE, speeds.table(("1.2b", "8b", "70b"))),
         (measurements / "real_model.md", peers.MADE, peers.table_of_ratios(stored)),

@@ -3,7 +3,7 @@
 The rows are shapes on devices, in 16 bits where they fit and in int8 where only that fits. The speeds of accelerators
 follow from published figures, as those of `jaxspec profile --device-model`; those of a CPU from the steps of one shape
 that were measured there. docs/measurements/speeds.json has these steps, and the cells that were measured themselves.
-`python -m benchmarks.results` writes the table into README.md and docs/measurements/index.md.
+`python -m benchmarks.results` writes the table into docs/measurements/index.md.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from jaxspec.methods import Eagle3
 from jaxspec.model.llama import is_shape
 
 ROOT = Path(__file__).parents[1]
-MADE = (
-    "<!-- Made by `python -m benchmarks.speeds`, which `python -m benchmarks.results` runs; do not edit. -->"
-)
+SOURCES = "published bandwidths and peaks (of the CPU, from measured steps of `1.2b`)"
 DEVICES = {
     "cpu": "2-core CPU",
     "t4:1": "T4",
@@ -156,18 +154,17 @@ def eagle3(shape: str) -> DraftCost:
     return found[0]
 
 
-def table(shapes: Sequence[str], devices: Sequence[str] = tuple(DEVICES), pages: str = "") -> str:
+def table(shapes: Sequence[str], devices: Sequence[str] = tuple(DEVICES)) -> str:
     """Returns the table in Markdown; a measured cell is bold and links to its page.
 
     Args:
       shapes: names in `SHAPES`.
       devices: names in `DEVICES`.
-      pages: the directory of the pages, relative to the file that has the table.
     """
-    return "\n".join(_lines(shapes, devices, pages))
+    return "\n".join(_lines(shapes, devices))
 
 
-def _lines(shapes: Sequence[str], devices: Sequence[str], pages: str) -> Iterator[str]:
+def _lines(shapes: Sequence[str], devices: Sequence[str]) -> Iterator[str]:
     stored = read_json(ROOT / "docs" / "measurements" / "speeds.json")
     cells = {(one["shape"], one["device"], one["column"]): one for one in stored["measured"]}
     headings = (
@@ -192,7 +189,7 @@ def _lines(shapes: Sequence[str], devices: Sequence[str], pages: str) -> Iterato
                     if one is not None:  # of plain decoding, the time of a step
                         speed = 1e3 / float(one["value"]) if column == "plain" else float(one["value"])
                     shown = f"{speed:,.{0 if speed > 10 else 1}f}"
-                    shown = f"[**{shown}**]({pages}{one['page']})" if one is not None else shown
+                    shown = f"[**{shown}**]({one['page']})" if one is not None else shown
                 return shown
 
             kind = "int8" if at.bits else "16 bits" if at.topology else "float32"
@@ -200,12 +197,6 @@ def _lines(shapes: Sequence[str], devices: Sequence[str], pages: str) -> Iterato
                 kind = f"no: {' or '.join(f'`{one}`' for one in at.remedies)}"
             parts = [shape, DEVICES[device], kind, f"{at.gigabytes:.1f}"]
             yield f"| {' | '.join([*parts, *map(cell, ('plain', *COLUMNS))])} |"
-
-
-def short() -> str:
-    """Returns the table of README.md: an 8B, without the column of its name."""
-    lines = table(("8b",), pages="docs/measurements/").splitlines()
-    return "\n".join("|" + line.split("|", 2)[2] for line in lines)
 
 
 def replaced(text: str, mark: str, made: str) -> str:
