@@ -31,6 +31,9 @@ from jaxspec.methods import Eagle3
 from jaxspec.model.llama import is_shape
 
 ROOT = Path(__file__).parents[1]
+MADE = (
+    "<!-- Made by `python -m benchmarks.speeds`, which `python -m benchmarks.results` runs; do not edit. -->"
+)
 SOURCES = "published bandwidths and peaks (of the CPU, from measured steps of `1.2b`)"
 DEVICES = {
     "cpu": "2-core CPU",
