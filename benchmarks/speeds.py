@@ -34,7 +34,6 @@ ROOT = Path(__file__).parents[1]
 MADE = (
     "<!-- Made by `python -m benchmarks.speeds`, which `python -m benchmarks.results` runs; do not edit. -->"
 )
-SOURCES = "published bandwidths and peaks (of the CPU, from measured steps of `1.2b`)"
 DEVICES = {
     "cpu": "2-core CPU",
     "t4:1": "T4",
