@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -140,17 +141,29 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forget_programs():
-    """Frees the programs of a file's tests: each one maps memory, and the number of maps is limited.
+# Linux allows 65,530 maps per process; beyond that LLVM cannot allocate, and a segmentation fault ends the process.
+MOST_MAPS, MAPS = 40_000, Path("/proc/self/maps")
 
-    Linux allows 65,530 maps per process; beyond that LLVM cannot allocate and the process ends with a
-    segmentation fault.
-    """
-    yield
+
+def _forget_programs():
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Frees the programs of a file's tests."""
+    yield
+    _forget_programs()
+
+
+@pytest.fixture(autouse=True)
+def few_maps():
+    """Frees the programs of tests before they map too much memory: each one maps some."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        _forget_programs()
 
 
 @pytest.fixture(scope="session")
