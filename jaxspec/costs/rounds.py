@@ -99,7 +99,7 @@ class StepCosts:
 # those of SmolLM2-135M on two cores, rather above: too low prices lose the bound of `auto`, too high ones little speed.
 # Products of float32 have kernels for 1, 4, 8 and 16 rows.
 CPU_STEPS = {
-    False: ((2, 1.35), (8, 1.5), (9, 2.0), (33, 6.0)),
+    False: ((2, 1.4), (8, 1.7), (9, 2.2), (33, 4.5)),
     True: ((2, 1.04), (8, 1.95), (33, 5.2)),
 }
 
