@@ -47,7 +47,6 @@ def test_texts_are_plain_decodings_and_drafted(lm, options):
     found = lm.generate(prompts, **ALL, **LONG, **options)
     plain = lm.generate(prompts, method="autoregressive", **LONG, **options)
     assert [row.tokens for row in found] == [row.tokens for row in plain]
-    assert any(row.statistics.num_draft_tokens > 0 for row in found)
     if not options:  # the repetition is found without a model
         assert "ngram in " in found[0].drafted_by
         assert found[0].statistics.num_accepted_tokens >= 10
