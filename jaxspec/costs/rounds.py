@@ -95,9 +95,9 @@ class StepCosts:
         return on_line(batch, batches, at_batches)
 
 
-# Assumed times of steps by rows, relative to a step of one row, by whether products are of int8 numbers. They are near
-# those of SmolLM2-135M on two cores, rather above: too low prices lose the bound of `auto`, too high ones little speed.
-# Products of float32 have kernels for 1, 4, 8 and 16 rows.
+# Assumed times of steps by rows, relative to a step of one row, by whether products are of int8 numbers. Those of
+# SmolLM2-135M on two cores are rather lower: prices that are too low lose the bound of `auto`, and prices that are too
+# high lose little speed. Products of float32 have kernels for 1, 4, 8 and 16 rows.
 CPU_STEPS = {
     False: ((2, 1.4), (8, 1.7), (9, 2.2), (33, 4.5)),
     True: ((2, 1.04), (8, 1.95), (33, 5.2)),

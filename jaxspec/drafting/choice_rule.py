@@ -238,11 +238,8 @@ class ChoiceRule:
         self, state: ChoiceState, at: int, found: Found, lengths: np.ndarray, budget: jax.Array
     ) -> jax.Array:
         """Returns the expected accepted tokens of a lookup's drafts, cut to each of `lengths`, float32[B, W]."""
-        right, wrong, expected = (
-            state.right[:, at],
-            state.wrong[:, at],
-            _EXPECTED * self.prices.accept[at, :2],
-        )
+        right, wrong = state.right[:, at], state.wrong[:, at]
+        expected = _EXPECTED * self.prices.accept[at, :2]
         rates = jnp.clip((expected + right) / (_EXPECTED + right + wrong), _EDGE, 1 - _EDGE)
         begins, goes_on = rates[:, :1], rates[:, 1:]
         count = jnp.minimum(found.count, budget)[:, None]

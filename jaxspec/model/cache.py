@@ -37,7 +37,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig, Scores
-from jaxspec.model.control import OneOf, of
+from jaxspec.model.control import OneOf, of, one_of
 from jaxspec.model.numerics import (
     LANES,
     SUMMED,
@@ -332,7 +332,7 @@ def attend(
     Returns:
       [B, T, KV, G, hd].
     """
-    slots = (layer.each[0] if isinstance(layer, OneOf) else layer)[0].shape[-2]
+    slots = one_of(layer)[0].shape[-2]
     if exact and places is not None:
         assert not isinstance(layer, OneOf)
         return _by_positions(queries, layer, positions, window, merged, places, seen, scores)
@@ -466,7 +466,7 @@ def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
 
 def _partial_softmax(q: jax.Array, layer: Layer | OneOf, seen: jax.Array, scores: Scores) -> Sums:
     """Returns the unnormalised softmax over some slots; `seen` is as in `_masked`."""
-    buffers = layer.each[0] if isinstance(layer, OneOf) else layer
+    buffers = one_of(layer)
     dtype = buffers[-1].dtype
     q = q.astype(dtype)
     # Only the products differ by layer: the largest magnitudes are small enough to be copied.
@@ -585,7 +585,7 @@ def _by_blocks(
     of the other rows.
     """
     q = _by_key_head(queries, merged)
-    slots = (layer.each[0] if isinstance(layer, OneOf) else layer)[0].shape[-2]
+    slots = one_of(layer)[0].shape[-2]
 
     def cut(layer: Layer, begin: jax.Array) -> Layer:
         # An index that may be negative takes three more instructions.

@@ -39,6 +39,11 @@ class OneOf:
         return self.each[0].dtype
 
 
+def one_of(chosen: Any) -> Any:
+    """Returns the tree, or the first of a `OneOf`, whose shapes and dtypes all have."""
+    return chosen.each[0] if isinstance(chosen, OneOf) else chosen
+
+
 def of(chosen: Any, f: Callable[..., Any], *args: Any) -> Any:
     """Returns `f(tree, *args)` of a tree, or of the tree at the index of a `OneOf`."""
     if not isinstance(chosen, OneOf):

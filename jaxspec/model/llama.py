@@ -573,8 +573,10 @@ def run_with_aux(
                 caches = OneOf(tuple(cache.layers[one] for one in which), index)
                 attend = functools.partial(reading[config.window(layer)], caches)
                 runs = planned(layer + period * index if isinstance(plan, jax.Array) else layer)
-                p, rows = equal[place][1](index, small[place]), kv.no_rows(config, caches.each[0], hidden)
-                hidden, rows, seen = run(layer, p, attend, runs, hidden, rows)
+                rows = kv.no_rows(config, cache.layers[layer], hidden)
+                hidden, rows, seen = run(
+                    layer, equal[place][1](index, small[place]), attend, runs, hidden, rows
+                )
                 made.append((rows, seen, stream))
             return hidden, made
 

@@ -496,7 +496,7 @@ def test_layers_in_a_loop_equal_layers_one_after_the_other(case):
         given.pop(name, usual) for name, usual in (("rows", 1), ("batch", 1), ("capacity", 64), ("start", 20))
     )
     layers, aux_layers = given.pop("layers", None), given.pop("aux_layers", ())
-    # One row of a ragged batch begins anew.
+    # In a ragged batch, the first row has no text yet.
     begin = jnp.full(batch, start).at[0].multiply(not given.pop("ragged", False))
     plan = jnp.array([[1, 1], [0, 1], [1, 0], [0, 0], [1, 1], [1, 1]], bool) if given.pop("plan", 0) else None
     tree = Tree.of(Shape((-1, -1, 0)), 3) if given.pop("tree", False) else None
