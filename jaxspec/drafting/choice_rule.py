@@ -126,17 +126,23 @@ class ChoiceRule:
         """The indices of the other candidates."""
         return tuple(at for at in range(len(self.candidates)) if at not in self.lookups)
 
-    def speedups(self, at: int) -> np.ndarray:
+    def speedups(
+        self, at: int, right: np.ndarray | float = 0.0, wrong: np.ndarray | float = 0.0
+    ) -> np.ndarray:
         """Returns the expected speed-up of a candidate alone over plain decoding, by draft length, float[K].
 
-        It is that of the first round of a text, alone in a batch; every draft of a tree has its largest length.
+        It is that of a text alone in a batch; every draft of a tree has its largest length. `right` and `wrong`,
+        float[2], are the counts of a lookup in `ChoiceState`.
         """
         one, prices = self.candidates[at], self.prices
         verify, draft = np.asarray(prices.verify)[0, :, 0], np.asarray(prices.draft)[0, at, 1:, 0]
         longest = one.num_draft_tokens
         accept = np.array(prices.accept[at, :longest])
         if at in self.lookups:
-            accept[2:] = accept[1:2]
+            accept = np.resize(accept, max(longest, 2))
+            accept[:2] = (_EXPECTED * accept[:2] + right) / (_EXPECTED + right + wrong)
+            accept[2:] = accept[1]
+            accept = accept[:longest]
         nodes = [one.num_nodes] * longest if one.drafts_trees else range(1, longest + 1)
         times = verify[np.searchsorted(self.widths, nodes, side="right")] + draft[:longest]
         speedups: np.ndarray = (1 + np.cumsum(np.cumprod(accept))) * verify[0] / times

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -33,11 +33,17 @@ class Auto:
     names: tuple[str, ...]
 
 
+# The tokens that a text must still gain for its program to be compiled beside it.
+_LONG = 256
+
+
 class Chosen(Always):
     """The strategy of `auto`: one drafter, which chooses among its candidates in each round.
 
-    A text need not wait for the compiler: until the program is compiled, in the background, the text is decoded by a
-    smaller one, in which the drafter counts right copies and chooses plain decoding. Both have the same state.
+    A text begins with a smaller program, in which the drafter counts right copies and chooses plain decoding. As soon
+    as a draft is expected to pay, the whole program is loaded in the background, and takes over. Both have the same
+    state. A program that no process has stored is compiled only for a long text, or after the first text of a process:
+    a compilation takes as long as hundreds of tokens, on the same cores.
 
     Args:
       loop: the compiled loop.
@@ -53,9 +59,15 @@ class Chosen(Always):
         self._auto, self._explain = auto, explain
         # The drafter of the smaller program; None once the whole one is used.
         self._plain = None if waits else dataclasses.replace(self.drafter, plain=True)
+        # Whether a draft has been expected to pay.
+        none = np.zeros((1, len(auto.names), 2))
+        self._pays = self._is_expected_to_pay(none, none)
         # `ChoiceState.used` of each row, after the last call.
         self._used: np.ndarray | None = None
-        self._after: Any = None
+        # The arguments of the next call and the most tokens that a row still gains, until `learn`.
+        self._last: Any = None
+        # Whether the smaller program was ready before the first call: an earlier text of this process has used it.
+        self._first: bool | None = None
 
     @functools.cached_property
     def expected(self) -> tuple[Expected, ...]:
@@ -81,7 +93,7 @@ class Chosen(Always):
             for name, count in zip(self._auto.names, used, strict=False)
             if count
         ]
-        late = ", its program was not compiled in time" if self._plain and self._used is not None else ""
+        late = ", the program of drafts was not ready in time" if self._plain and self._pays else ""
         return f"auto: {', '.join(parts) if parts else 'plain decoding' + late}"
 
     def begin_row(self, row: int) -> None:
@@ -94,27 +106,50 @@ class Chosen(Always):
     def rounds(
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
     ) -> tuple[DecodeState, Emitted]:
-        current = self._current(params, parts, state)
-        if self._plain is not None:
-            # Not before the first round: until then, the compiler works for the smaller program.
-            function, arguments, static = super().next_call(params, parts, state)
-            self._loop.executables.prepare(function, *arguments, **static)
-        state, emitted = super().rounds(params, current, state, turn)
-        self._after = state.drafter_state
+        state, emitted = super().rounds(params, self._current(params, parts, state), state, turn)
+        self._last = params, parts, state, turn.remaining.max()
         return state, emitted
 
     def _current(self, params: Weights, parts: Parts, state: Any) -> Parts:
-        """Returns the settings of the next call: those of the whole program unless it has to be compiled."""
-        if self._plain is not None:
-            function, arguments, static = super().next_call(params, parts, state)
-            executables = self._loop.executables
-            if executables.failed or executables.at_hand(function, *arguments, **static):
-                self._plain = None
-        return parts if self._plain is None else dataclasses.replace(parts, drafter=self._plain)
+        """Returns the settings of the next call: those of the whole program once it is ready."""
+        if self._plain is None:
+            return parts
+        small = dataclasses.replace(parts, drafter=self._plain)
+        if self._first is not None and not self._pays:
+            return small
+        if self._first is None:
+            self._first = not self._is_ready(params, small, state)
+        if self._loop.executables.failed or self._is_ready(params, parts, state):
+            self._plain = None
+            return parts
+        return small
+
+    def _is_ready(self, params: Weights, parts: Parts, state: Any) -> bool:
+        function, arguments, static = super().next_call(params, parts, state)
+        executables = self._loop.executables
+        return executables.ready(executables.key(function, *arguments, **static))
 
     def learn(self) -> None:
-        # The state is donated to the next call.
-        self._used, self._after = np.array(fetched(self._after.rule.used)), None
+        (params, parts, state, remaining), self._last = self._last, None
+        rule = fetched(state.drafter_state.rule._replace(found=(), choice=None))
+        self._used = np.array(rule.used)
+        if self._plain is None:
+            return
+        self._pays = self._pays or self._is_expected_to_pay(rule.right, rule.wrong)
+        if self._pays:
+            function, arguments, static = super().next_call(params, parts, state)
+            executables = self._loop.executables
+            if not self._first or remaining >= _LONG or executables.at_hand(function, *arguments, **static):
+                executables.prepare(function, *arguments, **static)
+
+    def _is_expected_to_pay(self, right: np.ndarray, wrong: np.ndarray) -> bool:
+        """Whether some candidate is expected to be faster than plain decoding; counts of B rows, float[B, C, 2]."""
+        rule = cast("Choosing", self._auto.drafter).rule
+        return any(
+            rule.speedups(at, *counts).max() > 1
+            for row in zip(right, wrong, strict=True)
+            for at, counts in enumerate(zip(*row, strict=True))
+        )
 
 
 def expectations(drafter: Choosing, names: Sequence[str]) -> tuple[Expected, ...]:

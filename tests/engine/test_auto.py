@@ -15,6 +15,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods import Auto, LayerSkip, NGram
 from jaxspec.programs import compilation_cache
+from jaxspec.session import auto
 from jaxspec.testing import reference
 from tests import caching, tiny
 from tests.core.test_mesh import on_eight_devices
@@ -149,27 +150,26 @@ def test_rows_join_and_leave(lm):
     assert all(row.drafted_by.startswith("auto: ") for row in rows)
 
 
-def test_a_text_begins_while_the_program_is_compiled(kept):
-    """The next text and the next process begin with it."""
-    waiting = []
-    for _ in range(2):
-        lm = tiny.language_model()
+@pytest.mark.parametrize(("most", "drafts"), [(256, [False, False, True]), (8, [False, True, True])])
+def test_a_text_begins_without_the_program_of_drafts(kept, monkeypatch, most, drafts):
+    """It is compiled for a long text, or after the first one; the next process has it stored."""
+    monkeypatch.setattr(auto, "_LONG", most)
+    for expected in (drafts, [False, True, True]):
+        lm, texts = tiny.language_model(), []
         alone = lm.generate(list(PROMPT), max_new_tokens=1, **ALL)
         assert alone.drafted_by == "auto: plain decoding"
-        first = lm.generate(list(PROMPT), **ALL, **LONG)
-        assert first.tokens[:1] == alone.tokens
-        waiting.append("its program was not compiled in time" in first.drafted_by)
-        lm.executables.wait()
-        again = lm.generate(list(PROMPT), **ALL, **LONG)
-        assert first.tokens == again.tokens == tiny.greedy(PROMPT, 40)
-        assert "ngram in " in again.drafted_by
-    assert waiting == [True, False]
+        for _ in expected:
+            texts.append(lm.generate(list(PROMPT), **ALL, **LONG))
+            lm.executables.wait()
+        assert all(text.tokens == tiny.greedy(PROMPT, 40) for text in texts)
+        assert ["ngram in " in text.drafted_by for text in texts] == expected
+        assert "the program of drafts was not ready in time" in texts[0].drafted_by
 
 
 @pytest.mark.full
 def test_the_drafter_takes_over_within_a_text():
-    lm = tiny.language_model()
-    text = []
+    lm, text = tiny.language_model(), []
+    lm.generate(list(PROMPT), method="auto", among="ngram", **LONG)
     for piece in lm.stream(list(PROMPT), method="auto", among="ngram", **LONG):
         text += [token.id for token in piece.token_records]
         lm.executables.wait()  # after the first piece
