@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,13 @@ from jaxspec.host import processes
 from jaxspec.host.arguments import flag, listed, whole
 from jaxspec.io.hf.generation_json import Rules
 from jaxspec.io.methods.method_files import distribution_name
+from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method, registry
 from jaxspec.methods.acceptors import LOSSY, AcceptorName, build_acceptor
 from jaxspec.methods.auto import Auto
 from jaxspec.protocol import Acceptor, Weights
 from jaxspec.session.auto import Chosen
 from jaxspec.session.prefix import Prefix
-from jaxspec.session.row import Texts
 from jaxspec.session.session import Session
 from jaxspec.session.strategies import Strategy, for_drafter
 from jaxspec.texts.generation_options import GRAMMARS, GenerationOptions, split
@@ -37,6 +38,8 @@ from jaxspec.texts.requests import (
     warn_of_no_effect,
 )
 from jaxspec.texts.results import Piece
+from jaxspec.texts.row import Moment, Row
+from jaxspec.texts.text import row_text
 from jaxspec.verification import MOST_TOP
 
 # The most rounds between two host polls: of a stream, and of a text whose pieces nobody reads.
@@ -51,6 +54,58 @@ _DISTRIBUTION = (
     "presence_penalty",
     "frequency_penalty",
 )
+
+
+class Texts:
+    """The texts of a session.
+
+    Args:
+      session: the session; its requests begin here with `begin`.
+      tokenizer: None for texts without characters.
+      lossy: whether texts that are drawn at random are, see `Result`.
+    """
+
+    def __init__(self, session: Session, tokenizer: Tokenizer | None, lossy: bool) -> None:
+        self.session, self._tokenizer, self._lossy = session, tokenizer, lossy
+        self._rows: dict[int, Row] = {}
+
+    def now(self) -> Moment:
+        """Returns the present, the same in all processes of the session's mesh."""
+        loop = self.session.loop
+        seconds, blocked_ms = processes.agreed(loop.mesh, time.perf_counter(), loop.executables.blocked_ms)
+        return Moment(seconds, blocked_ms, loop.executables.variants)
+
+    def begin(self, index: int, request: RowRequest, stops: Stops, began: Moment) -> None:
+        """Begins the text of the session's request `index`."""
+        # A tokenizer may not know that an end token of the model's configuration is special.
+        new_text = functools.partial(
+            row_text, self._tokenizer, request.prompt, stops.strings, request.eos_ids
+        )
+        self._rows[index] = Row(request, new_text, began, lossy=self._lossy and request.temperature > 0)
+
+    def cancel(self, index: int) -> None:
+        """Ends a text before the next step, without a piece."""
+        del self._rows[index]
+        self.session.halt(index)
+        self._end()
+
+    def step(self, rounds: int) -> list[Piece]:
+        """Runs one host poll of at most `rounds` rounds, and returns the new pieces. Ended texts are forgotten."""
+        updates = self.session.step(rounds)
+        now, pieces = self.now(), []
+        for update in updates:
+            piece = self._rows[update.index].take(update, now, self.session.drafting)
+            pieces.append(piece)
+            if piece.result is not None:
+                del self._rows[update.index]
+                if not update.done:
+                    self.session.halt(update.index)
+        self._end()
+        return pieces
+
+    def _end(self) -> None:
+        if self.session.done:
+            self.session.end()
 
 
 class Preparation:

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from jaxspec.engine.drafters import AnyMethod
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.prepare import STREAM_ROUNDS, acceptor_of
+from jaxspec.engine.prepare import STREAM_ROUNDS, Texts, acceptor_of
 from jaxspec.host import processes
 from jaxspec.host.arguments import whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
 from jaxspec.programs.jax_settings import needed
-from jaxspec.session.row import Texts
 from jaxspec.texts.generation_options import GenerationOptions
 from jaxspec.texts.requests import RowRequest, needs_sampling
 from jaxspec.texts.results import Piece, Result

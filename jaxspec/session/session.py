@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import decoding
 from jaxspec.decoding import DecodeState, Emitted
 from jaxspec.model.prefill import Prefilling
 from jaxspec.model.sharding import fetched
@@ -26,6 +25,7 @@ from jaxspec.session.rows import Held, Rows, Widths
 from jaxspec.session.strategies import Strategy, Turn
 from jaxspec.stopping import GammaState
 from jaxspec.texts.requests import RowRequest, drawn_apart, needs_sampling
+from jaxspec.texts.row import Update
 from jaxspec.texts.row_settings import Shapes
 from jaxspec.texts.text import Token
 
@@ -53,31 +53,6 @@ class _Refill:
     def held(self) -> list[Held]:
         """The requests that have not been halted."""
         return [held for held in self.rows.values() if held is not None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """The progress of one row in one host poll.
-
-    Attributes:
-      index: the index of the request.
-      row: the row of the batch that holds the request until the next step.
-      tokens: the new tokens.
-      done: whether the row has ended.
-      broken: whether it has ended because its next logits are not finite.
-      stats: counts since its prefill, of a single row.
-      began: the time at which it got its row, by `time.perf_counter`.
-      num_reused_tokens: prompt tokens that were not fed.
-    """
-
-    index: int
-    row: int
-    tokens: list[Token]
-    done: bool
-    broken: bool
-    stats: decoding.Stats
-    began: float
-    num_reused_tokens: int = 0
 
 
 class Session:
@@ -218,15 +193,20 @@ class Session:
         tokens = fetched(state.tokens)[0, : int(fetched(state.length)[0])]
         return Prefix(tokens, self.strategy.caches(state))
 
-    def gamma(self, row: int) -> float | None:
-        """Returns the adaptive γ of a row (`Update.row`) after the last step, clipped to [0, 1].
+    def drafting(self, row: int) -> dict[str, Any]:
+        """Returns the fields of a `Result` about the drafts of a row (`Update.row`), after the last step.
 
-        With several adaptive stop rules it is the γ of the first; without one it is None.
+        γ is clipped to [0, 1]. With several adaptive stop rules it is the γ of the first; without one it is None.
         """
         assert self._state is not None
         nodes = jax.tree.leaves(self._state.drafter_state, is_leaf=lambda node: isinstance(node, GammaState))
         state = next((node for node in nodes if isinstance(node, GammaState)), None)
-        return None if state is None else float(np.clip(fetched(state.gamma)[row], 0, 1))
+        return {
+            "gamma": None if state is None else float(np.clip(fetched(state.gamma)[row], 0, 1)),
+            "expected": self.strategy.expected,
+            "prices": self.strategy.prices,
+            "drafted_by": self.strategy.drafted_by(row),
+        }
 
     @needed()
     def step(self, max_rounds: int) -> list[Update]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.session.row import recount
+from jaxspec.texts.row import recount
 from jaxspec.texts.text import Token
 
 rounds = st.lists(

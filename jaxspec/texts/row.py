@@ -1,24 +1,19 @@
-"""Runs a session and builds the pieces and results of its texts."""
+"""Builds the pieces and the result of one text from the tokens of its row."""
 
 from __future__ import annotations
 
-import functools
-import time
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxspec.decoding import Stats
-from jaxspec.host import processes
-from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.programs.executables import VariantCounts
-from jaxspec.session.session import Session, Update
-from jaxspec.session.strategies import Strategy
 from jaxspec.texts.grammars import is_complete
-from jaxspec.texts.requests import RowRequest, Stops
+from jaxspec.texts.requests import RowRequest
 from jaxspec.texts.results import FinishReason, Piece, Result, Statistics, played_rounds
-from jaxspec.texts.text import RowText, Token, row_text
+from jaxspec.texts.text import RowText, Token
 
 
 class Moment(NamedTuple):
@@ -35,57 +30,29 @@ class Moment(NamedTuple):
     variants: VariantCounts
 
 
-class Texts:
-    """The texts of a session.
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The progress of one row in one host poll.
 
-    Args:
-      session: the session; its requests begin here with `begin`.
-      tokenizer: None for texts without characters.
-      lossy: whether texts that are drawn at random are, see `Result`.
+    Attributes:
+      index: the index of the request.
+      row: the row of the batch that holds the request until the next step.
+      tokens: the new tokens.
+      done: whether the row has ended.
+      broken: whether it has ended because its next logits are not finite.
+      stats: counts since its prefill, of a single row.
+      began: the time at which it got its row, by `time.perf_counter`.
+      num_reused_tokens: prompt tokens that were not fed.
     """
 
-    def __init__(self, session: Session, tokenizer: Tokenizer | None, lossy: bool) -> None:
-        self.session, self._tokenizer, self._lossy = session, tokenizer, lossy
-        self._rows: dict[int, Row] = {}
-
-    def now(self) -> Moment:
-        """Returns the present, the same in all processes of the session's mesh."""
-        loop = self.session.loop
-        seconds, blocked_ms = processes.agreed(loop.mesh, time.perf_counter(), loop.executables.blocked_ms)
-        return Moment(seconds, blocked_ms, loop.executables.variants)
-
-    def begin(self, index: int, request: RowRequest, stops: Stops, began: Moment) -> None:
-        """Begins the text of the session's request `index`."""
-        # A tokenizer may not know that an end token of the model's configuration is special.
-        new_text = functools.partial(
-            row_text, self._tokenizer, request.prompt, stops.strings, request.eos_ids
-        )
-        self._rows[index] = Row(request, new_text, began, lossy=self._lossy and request.temperature > 0)
-
-    def cancel(self, index: int) -> None:
-        """Ends a text before the next step, without a piece."""
-        del self._rows[index]
-        self.session.halt(index)
-        self._end()
-
-    def step(self, rounds: int) -> list[Piece]:
-        """Runs one host poll of at most `rounds` rounds, and returns the new pieces. Ended texts are forgotten."""
-        updates = self.session.step(rounds)
-        now, pieces = self.now(), []
-        for update in updates:
-            gamma = functools.partial(self.session.gamma, update.row)
-            piece = self._rows[update.index].take(update, now, gamma, self.session.strategy)
-            pieces.append(piece)
-            if piece.result is not None:
-                del self._rows[update.index]
-                if not update.done:
-                    self.session.halt(update.index)
-        self._end()
-        return pieces
-
-    def _end(self) -> None:
-        if self.session.done:
-            self.session.end()
+    index: int
+    row: int
+    tokens: list[Token]
+    done: bool
+    broken: bool
+    stats: Stats
+    began: float
+    num_reused_tokens: int = 0
 
 
 class Row:
@@ -106,17 +73,10 @@ class Row:
         self._first: Moment | None = None
         self._tokens: list[Token] = []
 
-    def take(
-        self,
-        update: Update,
-        now: Moment,
-        gamma: Callable[[], float | None],
-        strategy: Strategy,
-    ) -> Piece:
+    def take(self, update: Update, now: Moment, drafting: Callable[[int], dict[str, Any]]) -> Piece:
         """Converts one update to one piece; the last piece contains the result.
 
-        `now`: the time; `gamma`: returns `Result.gamma`; `strategy`: the source of `Result.expected`,
-        `Result.prices` and `Result.drafted_by`.
+        `now`: the time; `drafting`: returns `gamma`, `expected`, `prices` and `drafted_by` of the `Result` of a row.
         """
         began = self._began
         self._first = self._first or now
@@ -140,29 +100,24 @@ class Row:
             num_reused_tokens=update.num_reused_tokens,
             queue_ms=max(1e3 * (update.began - began.seconds), 0.0),
         )
-        if not (stopped or update.done):
-            return Piece(update.index, gained, tokens, statistics, None, self._tokens, self._new_text)
-        reason: FinishReason = "stop" if stopped else "error" if update.broken else self._reason()
-        text = self._text.text if self._text.has_text else None
-        result = Result(
-            text,
-            self._tokens,
-            reason,
-            statistics,
-            gamma(),
-            self._lossy,
-            strategy.expected,
-            strategy.prices,
-            self._drafted_by(strategy, update.row, statistics),
-            self._new_text,
-        )
+        result = None
+        if stopped or update.done:
+            reason: FinishReason = "stop" if stopped else "error" if update.broken else self._reason()
+            about = drafting(update.row)
+            # A method that did not draft, such as one whose logits are NaN, is reported.
+            plain = statistics.num_drafts or statistics.num_rounds < 2 or width == 1
+            if not plain and ": " not in about["drafted_by"]:
+                about["drafted_by"] += f": no draft in {statistics.num_rounds} rounds"
+            result = Result(
+                self._text.text if self._text.has_text else None,
+                self._tokens,
+                reason,
+                statistics,
+                lossy=self._lossy,
+                new_text=self._new_text,
+                **about,
+            )
         return Piece(update.index, gained, tokens, statistics, result, self._tokens, self._new_text)
-
-    def _drafted_by(self, strategy: Strategy, row: int, counts: Statistics) -> str:
-        """Returns `Result.drafted_by`, which tells of a method that did not draft, such as one whose logits are NaN."""
-        name = strategy.drafted_by(row)
-        plain = counts.num_drafts or counts.num_rounds < 2 or not strategy.drafter.num_draft_tokens
-        return name if plain or ": " in name else f"{name}: no draft in {counts.num_rounds} rounds"
 
     def _reason(self) -> FinishReason:
         """Returns the reason why the text ended, by its tokens."""
