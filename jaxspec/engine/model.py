@@ -32,9 +32,7 @@ from jaxspec.programs.executables import Executables
 from jaxspec.programs.jax_settings import needed
 from jaxspec.session.auto import Auto
 from jaxspec.session.prefix import PrefixStore
-from jaxspec.texts.requests import Messages, check_text
-
-NO_TEMPLATE = "chat_template_kwargs is for a chat template; give messages, or a text with chat"
+from jaxspec.texts.requests import NO_TEMPLATE, Messages, check_text
 
 
 class Model:

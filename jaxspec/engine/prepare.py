@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspec.engine.drafters import AnyMethod, Drafters
-from jaxspec.engine.model import NO_TEMPLATE, Model
-from jaxspec.grammar import Grammar, compile_grammar
+from jaxspec.engine.model import Model
 from jaxspec.host import processes
-from jaxspec.host.arguments import flag, listed, whole
-from jaxspec.io.hf.generation_json import Rules
+from jaxspec.host.arguments import flag, whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method, registry
@@ -24,36 +22,14 @@ from jaxspec.session.auto import Chosen
 from jaxspec.session.prefix import Prefix
 from jaxspec.session.session import Session
 from jaxspec.session.strategies import Strategy, for_drafter
-from jaxspec.texts.generation_options import GRAMMARS, GenerationOptions, split
-from jaxspec.texts.requests import (
-    RowRequest,
-    Stops,
-    batch_of,
-    is_text_or_ids,
-    needs_sampling,
-    requests_of,
-    stops_of,
-    template_variables,
-    unpadded,
-    warn_of_no_effect,
-)
+from jaxspec.texts.generation_options import GenerationOptions, split
+from jaxspec.texts.requests import RowRequest, Stops, needs_sampling, read_requests
 from jaxspec.texts.results import Piece
 from jaxspec.texts.row import Moment, Row
 from jaxspec.texts.text import row_text
-from jaxspec.verification import MOST_TOP
 
 # The most rounds between two host polls: of a stream, and of a text whose pieces nobody reads.
 STREAM_ROUNDS, QUIET_ROUNDS = 8, 64
-# The options that define the sampling distribution.
-_DISTRIBUTION = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 class Texts:
@@ -122,13 +98,6 @@ class Preparation:
     def __init__(self, model: Model, drafters: Drafters) -> None:
         self.model, self.drafters = model, drafters
 
-    @property
-    def _pad_ids(self) -> set[int]:
-        """The tokens that callers may pad with: the padding token, and the end-of-text tokens, a common substitute."""
-        tokenizer = self.model.tokenizer
-        pad = None if tokenizer is None else tokenizer.pad_id
-        return {*self.model.config.eos_token_ids, *(() if pad is None else (pad,))}
-
     def read(
         self, method: AnyMethod | None, options: GenerationOptions | None, given: Mapping[str, Any]
     ) -> tuple[AnyMethod, GenerationOptions]:
@@ -163,89 +132,10 @@ class Preparation:
     def requests(
         self, prompts: Any, messages: Any, attention_mask: Any, options: GenerationOptions
     ) -> tuple[list[RowRequest], Stops, bool]:
-        """Checks the arguments of `generate`, except the method.
-
-        Returns:
-          The requests, their stops, and whether there is a single prompt.
-        """
-        ignore_eos = flag("ignore_eos", options.ignore_eos)
-        num_top = whole("top_logprobs", options.top_logprobs)
-        if not 0 <= num_top <= MOST_TOP:
-            raise ValueError(f"top_logprobs is {num_top}; give a number from 0 to {MOST_TOP}")
-        log_probs = num_top if flag("logprobs", options.logprobs) or num_top else -1
+        """Returns the requests of a call, see `read_requests`, after a check that `exact` is possible if it is asked."""
         if flag("exact", options.exact):
             self.model.check_exact()
-        chat = flag("chat", options.chat)
-        chat_template_kwargs = template_variables(options.chat_template_kwargs)
-        prompts = unpadded(prompts, attention_mask, self._pad_ids)
-        batch, single = batch_of(prompts, messages)
-        special = self.model.tokenizer.special_id if self.model.tokenizer is not None else lambda text: None
-        stops = stops_of(options.stop, options.stop_token_ids, special, self.model.config.vocab_size)
-        if stops.strings and self.model.tokenizer is None:
-            raise ValueError(f"{self.model.name} has no tokenizer; stop strings need one")
-        if chat_template_kwargs and all(is_text_or_ids(one) and not isinstance(one, str) for one in batch):
-            raise ValueError(NO_TEMPLATE)
-        copies = whole("n", options.n)
-        for name, number in {"max_batch": whole("max_batch", options.max_batch), "n": copies}.items():
-            if number < 1:
-                raise ValueError(f"{name} is {number}; give at least 1")
-        given = {name: getattr(options, name) for name in _DISTRIBUTION}
-        requests = requests_of(
-            batch,
-            functools.partial(
-                self.model.encode,
-                chat=chat,
-                chat_template_kwargs=chat_template_kwargs,
-                most_tokens=self.model.config.context_length,
-            ),
-            self.model.config,
-            max_new_tokens=options.max_new_tokens,
-            min_new_tokens=options.min_new_tokens,
-            copies=copies,
-            distribution={
-                name: self.model.defaults.get(name) if value is None else value
-                for name, value in given.items()
-            },
-            seed=options.seed,
-            ignore_eos=ignore_eos,
-            stop_ids=stops.ids,
-            logit_bias=options.logit_bias,
-            rules=Rules.of(self.model.defaults),
-            grammar=self._tables(options, batch),
-            log_probs=log_probs,
-            name="prompts" if messages is None else "messages",
-        )
-        warn_of_no_effect(requests, given)
-        return requests, stops, single and copies == 1
-
-    def _tables(self, options: GenerationOptions, batch: Sequence[Any]) -> Any:
-        """Returns the table of the grammar of all prompts or of each; None for none."""
-        given = {name: value for name in GRAMMARS if (value := getattr(options, name)) is not None}
-        if len(given) > 1:
-            raise ValueError(f"got both {' and '.join(list(given)[:2])}; give one of them")
-        if "grammar" in given:
-            grammars = listed(options.grammar)
-            return self._table(options.grammar) if grammars is None else list(map(self._table, grammars))
-        for name, value in given.items():
-            spec = getattr(Grammar, name)(value)
-            return [self._table(dataclasses.replace(spec, after=self._after(one, options))) for one in batch]
-        return None
-
-    def _table(self, grammar: Any) -> Any:
-        if not isinstance(grammar, Grammar):
-            return grammar
-        if self.model.tokenizer is None:
-            raise ValueError(f"{self.model.name} has no tokenizer; a grammar needs one")
-        return compile_grammar(grammar, self.model.tokenizer, self.model.config.vocab_size)
-
-    def _after(self, prompt: Any, options: GenerationOptions) -> str | tuple[str, str] | None:
-        tokenizer = self.model.tokenizer
-        chat = None if tokenizer is None else tokenizer.chat
-        if isinstance(prompt, str) and options.chat:
-            prompt = [{"role": "user", "content": prompt}]
-        if chat is None or is_text_or_ids(prompt):
-            return None
-        return chat.reasoning(prompt, options.chat_template_kwargs)
+        return read_requests(self.model, prompts, messages, attention_mask, options)
 
     def session(
         self,

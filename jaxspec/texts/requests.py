@@ -8,20 +8,24 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from jaxspec.grammar import Grammar, compile_grammar
 from jaxspec.grammar.table import TokenTable
-from jaxspec.host.arguments import listed, real, whole
+from jaxspec.host.arguments import flag, listed, real, whole
 from jaxspec.host.files import parse_json
 from jaxspec.host.messages import shown
-from jaxspec.io.hf.generation_json import NO_RULES, Rules
+from jaxspec.io.hf.generation_json import NO_RULES, PENALTIES, SAMPLING, Rules
 from jaxspec.io.tokenizers.chat import NO_EFFECT, text_of, unknown_fields
+from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.model.config import LlamaConfig
 from jaxspec.sampling import is_greedy
+from jaxspec.texts.generation_options import GRAMMARS, GenerationOptions
 from jaxspec.texts.grammars import packed
+from jaxspec.verification import MOST_TOP
 
 # A message has a `role` and a `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}. One with
 # `tool_calls` needs no content.
@@ -39,6 +43,7 @@ MAX_PENALTY = 1e5
 # OpenAI's largest bias, and its largest number of tokens with a bias, rounded up to a power of two.
 MAX_BIAS, MAX_BIASES = 100, 512
 _PROMPTS = "give a text, token ids, messages (with `role` and `content`), or a list of such"
+NO_TEMPLATE = "chat_template_kwargs is for a chat template; give messages, or a text with chat"
 _MASK = "give 0 or 1 for each token id of the prompts"
 _MESSAGES = "give a list of messages (with `role` and `content`), or several such lists"
 
@@ -123,7 +128,7 @@ def needs_sampling(requests: Sequence[RowRequest]) -> bool:
     return any(request.temperature > 0 for request in requests)
 
 
-def warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) -> None:
+def _warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) -> None:
     """Warns if a filter was given that has no effect, because each request with this filter is greedy.
 
     `given`: the sampling parameters of the call, by name; None if not given.
@@ -143,7 +148,7 @@ def warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any]) 
         warnings.warn(
             f"{names} {verb} no effect at temperature 0; give a temperature above 0",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -169,19 +174,17 @@ class Stops(NamedTuple):
     ids: tuple[int, ...] = ()
 
 
-def stops_of(stop: Any, token_ids: Any, special: Callable[[str], int | None], vocab_size: int) -> Stops:
+def _stops(model: Reads, options: GenerationOptions) -> Stops:
     """Returns the stops of a call.
 
-    Args:
-      stop: None, a string or a list of strings. If one is the text of a special token, which never appears in the
-        decoded text, it is replaced by that token's id.
-      token_ids: None, a token id or a list of them.
-      special: returns the id of a special token with the given text.
-      vocab_size: size of the model's vocabulary.
+    A stop string that is the text of a special token, which never appears in the decoded text, is replaced by that
+    token's id.
 
     Raises:
-      ValueError: an argument has another type, a string is empty, or an id is outside the vocabulary.
+      ValueError: an argument has another type, a string is empty or there is no tokenizer, or an id is outside the
+        vocabulary.
     """
+    stop, token_ids, vocab_size = options.stop, options.stop_token_ids, model.config.vocab_size
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(one, str) for one in strings):
         raise ValueError(f"stop is {shown(stop)}; give a string or a list of strings")
@@ -196,7 +199,9 @@ def stops_of(stop: Any, token_ids: Any, special: Callable[[str], int | None], vo
             raise ValueError(
                 f"stop_token_ids has {index}, which is outside the vocabulary; ids are from 0 to {vocab_size - 1}"
             )
-    named = (special(text) for text in strings)
+    if strings and model.tokenizer is None:
+        raise ValueError(f"{model.name} has no tokenizer; stop strings need one")
+    named = [model.tokenizer.special_id(text) for text in strings] if model.tokenizer is not None else []
     return Stops(
         tuple(strings), tuple(dict.fromkeys([*ids, *(index for index in named if index is not None)]))
     )
@@ -361,90 +366,160 @@ def check_text(name: str, text: str) -> None:
         ) from None
 
 
-def requests_of(
-    batch: Sequence[Any],
-    encode: Callable[[Any], list[int]],
-    config: LlamaConfig,
-    *,
-    max_new_tokens: Any,
-    distribution: Mapping[str, Any],
-    seed: Any,
-    ignore_eos: bool,
-    min_new_tokens: Any = None,
-    copies: int = 1,
-    stop_ids: Sequence[int] = (),
-    logit_bias: Any = None,
-    rules: Rules = NO_RULES,
-    grammar: Any = None,
-    log_probs: int = -1,
-    name: str = "prompts",
-) -> list[RowRequest]:
-    """Returns `copies` requests per prompt, those of a prompt beside each other.
+class Reads(Protocol):
+    """The part of a `LanguageModel` with which prompts are read."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> LlamaConfig: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def defaults(self) -> Mapping[str, Any]: ...
+
+    def encode(
+        self,
+        text: str | Messages,
+        *,
+        chat: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        most_tokens: int | None = None,
+    ) -> list[int]: ...
+
+
+def read_requests(
+    model: Reads, prompts: Any, messages: Any, attention_mask: Any, options: GenerationOptions
+) -> tuple[list[RowRequest], Stops, bool]:
+    """Reads the arguments of `LanguageModel.generate`, except the method.
 
     Args:
-      batch: the prompts, from `batch_of`.
-      encode: returns the token ids of a text or of messages.
-      config: the configuration of the target.
-      max_new_tokens, min_new_tokens, seed, ignore_eos: as in `LanguageModel.generate`.
-      copies: `n` of `LanguageModel.generate`.
-      distribution: temperature, top_k, top_p, min_p and the penalties of `LanguageModel.generate`, by name; None if not
-        given.
-      stop_ids: as in `Stops`.
-      logit_bias: as in `LanguageModel.generate`.
-      rules: the bans of the model's generation_config.json.
-      grammar: as in `LanguageModel.generate`.
-      log_probs: as in `RowRequest`.
-      name: the name of the argument with the prompts, for errors.
+      model: encodes the texts, and has the defaults of settings.
+      prompts, messages, attention_mask, options: as in `LanguageModel.generate`.
+
+    Returns:
+      `options.n` requests per prompt, those of a prompt beside each other, their stops, and whether there is a single
+      text.
 
     Raises:
       ValueError: an argument is wrong.
     """
-    count = len(batch)
+    config = model.config
+    for name in ("exact", "ignore_eos", "chat", "logprobs"):
+        flag(name, getattr(options, name))
+    num_top, copies = whole("top_logprobs", options.top_logprobs), whole("n", options.n)
+    if not 0 <= num_top <= MOST_TOP:
+        raise ValueError(f"top_logprobs is {num_top}; give a number from 0 to {MOST_TOP}")
+    template_variables(options.chat_template_kwargs)  # raises
+    batch, single = batch_of(unpadded(prompts, attention_mask, _pad_ids(model)), messages)
+    count, stops = len(batch), _stops(model, options)
+    if options.chat_template_kwargs and all(map(_is_ids, batch)):
+        raise ValueError(NO_TEMPLATE)
+    for name, number in {"max_batch": whole("max_batch", options.max_batch), "n": copies}.items():
+        if number < 1:
+            raise ValueError(f"{name} is {number}; give at least 1")
+    given = {name: getattr(options, name) for name in (*SAMPLING, *PENALTIES)}
+    values = {name: model.defaults.get(name) if one is None else one for name, one in given.items()}
+    tables = per_row("grammar", _tables(model, options, batch), count, _table)
     numbers = {
-        name: per_row(name, value, count, whole if name == "top_k" else real)
-        for name, value in distribution.items()
-        if value is not None
+        name: per_row(name, one, count, whole if name == "top_k" else real) for name, one in values.items()
     }
-    budgets = per_row("max_new_tokens", max_new_tokens, count, whole)
-    least = per_row("min_new_tokens", min_new_tokens, count, whole)
-    grammars = per_row("grammar", grammar, count, _table)
-    seeds, own = per_row("seed", seed, count, whole), listed(seed) is not None
-    ends = () if ignore_eos else config.eos_token_ids
-    stop_ids = tuple(index for index in stop_ids if index not in ends)
-    biases = _biases(logit_bias, config.vocab_size)
-    requests = []
+    names = "max_new_tokens", "min_new_tokens", "seed"
+    budgets, least, seeds = (per_row(name, getattr(options, name), count, whole) for name in names)
+    ends = () if options.ignore_eos else config.eos_token_ids
+    stop_ids = tuple(index for index in stops.ids if index not in ends)
+    biases, rules = _biases(options.logit_bias, config.vocab_size), Rules.of(model.defaults)
+    requests: list[RowRequest] = []
     for index, prompt in enumerate(batch):
-        which = "the prompt" if count == 1 else f"{name}[{index}]"
-        is_ids = is_text_or_ids(prompt) and not isinstance(prompt, str)
-        ids = prompt if is_ids else encode(prompt)
-        if not ids or not prompt:
-            raise ValueError(f"{which} is empty; give at least one token")
-        outside = next((i for i in ids if not 0 <= i < config.vocab_size), None)
-        if outside is not None:
-            raise ValueError(
-                f"token id {outside} of {which} is outside the vocabulary; ids are from 0 to {config.vocab_size - 1}"
-            )
+        which = "prompts" if messages is None else "messages"
+        which = "the prompt" if count == 1 else f"{which}[{index}]"
+        ids = _ids(model, which, prompt, options)
         budget = _budget(which, len(ids), budgets[index], config.context_length)
-        requests += [
-            RowRequest(
-                prompt=tuple(ids),
-                max_new_tokens=budget,
-                eos_ids=(*ends, *stop_ids),
-                stop_ids=stop_ids,
-                logit_bias=biases,
-                rules=_with_minimum(rules, least[index], budget),
-                grammar=grammars[index],
-                log_probs=log_probs,
-                seed=0 if seeds[index] is None else seeds[index],
-                # A request with its own seed gives the same text at each place in the list.
-                stream=copy if own else index * copies + copy,
-                **{key: values[index] for key, values in numbers.items() if values[index] is not None},
-            )
-            for copy in range(copies)
-        ]
-        if grammars[index] is not None:  # a grammar that does not fit must not stop other rows
-            packed(grammars[index], requests[-1].eos_ids, config.vocab_size)
-    return requests
+        request = RowRequest(
+            prompt=tuple(ids),
+            max_new_tokens=budget,
+            eos_ids=(*ends, *stop_ids),
+            stop_ids=stop_ids,
+            logit_bias=biases,
+            rules=_with_minimum(rules, least[index], budget),
+            grammar=tables[index],
+            log_probs=num_top if options.logprobs or num_top else -1,
+            seed=0 if seeds[index] is None else seeds[index],
+            **{name: column[index] for name, column in numbers.items() if column[index] is not None},
+        )
+        if request.grammar is not None:  # a grammar that does not fit must not stop other rows
+            packed(request.grammar, request.eos_ids, config.vocab_size)
+        # A request with its own seed gives the same text at each place in the list.
+        first = 0 if listed(options.seed) is not None else index * copies
+        requests += [dataclasses.replace(request, stream=first + copy) for copy in range(copies)]
+    _warn_of_no_effect(requests, given)
+    return requests, stops, single and copies == 1
+
+
+def _pad_ids(model: Reads) -> set[int]:
+    """The tokens that callers may pad with: the padding token, and the end-of-text tokens, a common substitute."""
+    pad = None if model.tokenizer is None else model.tokenizer.pad_id
+    return {*model.config.eos_token_ids, *(() if pad is None else (pad,))}
+
+
+def _is_ids(prompt: Any) -> bool:
+    return is_text_or_ids(prompt) and not isinstance(prompt, str)
+
+
+def _ids(model: Reads, which: str, prompt: Any, options: GenerationOptions) -> list[int]:
+    """Returns the token ids of a prompt, of which there is at least one."""
+    size = model.config.vocab_size
+    ids: list[int] = (
+        prompt
+        if _is_ids(prompt)
+        else model.encode(
+            prompt,
+            chat=options.chat,
+            chat_template_kwargs=options.chat_template_kwargs,
+            most_tokens=model.config.context_length,
+        )
+    )
+    if not ids or not prompt:
+        raise ValueError(f"{which} is empty; give at least one token")
+    outside = next((i for i in ids if not 0 <= i < size), None)
+    if outside is not None:
+        raise ValueError(
+            f"token id {outside} of {which} is outside the vocabulary; ids are from 0 to {size - 1}"
+        )
+    return ids
+
+
+def _tables(model: Reads, options: GenerationOptions, batch: Sequence[Any]) -> Any:
+    """Returns the table of the grammar of all prompts or of each; None for none."""
+
+    def table(grammar: Any) -> Any:
+        if not isinstance(grammar, Grammar):
+            return grammar
+        if model.tokenizer is None:
+            raise ValueError(f"{model.name} has no tokenizer; a grammar needs one")
+        return compile_grammar(grammar, model.tokenizer, model.config.vocab_size)
+
+    def after(prompt: Any) -> str | tuple[str, str] | None:
+        chat = None if model.tokenizer is None else model.tokenizer.chat
+        if isinstance(prompt, str) and options.chat:
+            prompt = [{"role": "user", "content": prompt}]
+        if chat is None or is_text_or_ids(prompt):
+            return None
+        return chat.reasoning(prompt, options.chat_template_kwargs)
+
+    given = {name: value for name in GRAMMARS if (value := getattr(options, name)) is not None}
+    if len(given) > 1:
+        raise ValueError(f"got both {' and '.join(list(given)[:2])}; give one of them")
+    if "grammar" in given:
+        grammars = listed(options.grammar)
+        return table(options.grammar) if grammars is None else list(map(table, grammars))
+    for name, value in given.items():
+        spec = getattr(Grammar, name)(value)
+        return [table(dataclasses.replace(spec, after=after(one))) for one in batch]
+    return None
 
 
 def _biases(given: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
