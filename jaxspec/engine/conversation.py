@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxspec.engine.drafters import AnyMethod
-from jaxspec.engine.prepare import STREAM_ROUNDS, Preparation
+from jaxspec.engine import prepare
+from jaxspec.engine.prepare import STREAM_ROUNDS, AnyMethod
 from jaxspec.host.arguments import whole
 from jaxspec.programs.jax_settings import needed
 from jaxspec.session.prefix import Prefix
@@ -16,6 +16,9 @@ from jaxspec.session.session import Session
 from jaxspec.texts.generation_options import GenerationOptions, split
 from jaxspec.texts.requests import Message, batch_of, template_variables
 from jaxspec.texts.results import Piece, Result, Statistics
+
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import LanguageModel
 
 # The token budget of an answer if `max_new_tokens` is not given.
 DEFAULT_ANSWER = 512
@@ -30,7 +33,7 @@ class Conversation:
     their reasoning, or if the caller changes them, more tokens are fed.
 
     Args:
-      preparation: makes the sessions of the model.
+      lm: the model.
       method: the method, as `generate` takes it, made with its options.
       options: the options of all turns. `max_new_tokens` is by default 512, and at most what the context leaves.
       system: a system prompt; None for none.
@@ -52,13 +55,13 @@ class Conversation:
 
     def __init__(
         self,
-        preparation: Preparation,
+        lm: LanguageModel,
         method: AnyMethod,
         options: GenerationOptions,
         system: str | None = None,
     ) -> None:
         template_variables(options.chat_template_kwargs)  # raises
-        self._preparation, self._model, self._options = preparation, preparation.model, options
+        self._lm, self._options = lm, options
         self.use(method)
         self._session: Session | None = None
         self._pieces = self._answer([], iter(()))
@@ -95,7 +98,7 @@ class Conversation:
           ValueError, FileNotFoundError: as `generate`; the method is not changed then.
         """
         with needed():
-            made = self._preparation.drafters.made(method, options)
+            made = prepare.made(method, options)
             self._start([0], made)  # raises
         self._method = made
 
@@ -154,14 +157,14 @@ class Conversation:
         """
         (messages,), _ = batch_of(None, [*self.messages, {"role": "user", "content": text}])
         with needed():
-            prompt = self._model.encode(
+            prompt = self._lm.encode(
                 messages,
                 chat_template_kwargs=self._options.chat_template_kwargs,
-                most_tokens=self._model.config.context_length,
+                most_tokens=self._lm.config.context_length,
             )
             self._pieces.close()
             prefix = None if self._session is None else self._session.prefix()
-            files = self._preparation.drafters.files(self._method)
+            files = prepare.files_read(self._lm, self._method)
             if prefix is not None and (self._ran is not self._method or self._files != files):
                 prefix = prefix.without_drafter()
             self._session, pieces = self._start(prompt, self._method, prefix)
@@ -172,8 +175,8 @@ class Conversation:
     def _start(
         self, prompt: list[int], method: AnyMethod, prefix: Prefix | None = None
     ) -> tuple[Session, Iterator[Piece]]:
-        """Returns the session of a turn and its pieces; see `Preparation.start`."""
-        context = self._model.config.context_length
+        """Returns the session of a turn and its pieces; see `prepare.start`."""
+        context = self._lm.config.context_length
         if self._options.n != 1:
             raise ValueError(f"n is {self._options.n}; a turn of a conversation has 1 answer")
         if len(prompt) >= context:
@@ -193,7 +196,7 @@ class Conversation:
             chat=False,
             chat_template_kwargs=None,
         )
-        return self._preparation.start(STREAM_ROUNDS, prompt, None, None, method, options, prefix)[:2]
+        return prepare.start(self._lm, STREAM_ROUNDS, prompt, None, None, method, options, prefix)[:2]
 
     def _answer(self, messages: list[Message], pieces: Iterator[Piece]) -> Generator[Piece, None, None]:
         text, turn = "", len(self.statistics)

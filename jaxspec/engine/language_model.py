@@ -12,12 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.engine import scoring
+from jaxspec.engine import prepare, scoring
 from jaxspec.engine.conversation import Conversation
-from jaxspec.engine.drafters import AnyMethod, Drafters
 from jaxspec.engine.keywords import Keywords
 from jaxspec.engine.model import Model
-from jaxspec.engine.prepare import QUIET_ROUNDS, STREAM_ROUNDS, Preparation
+from jaxspec.engine.prepare import QUIET_ROUNDS, STREAM_ROUNDS, AnyMethod
 from jaxspec.host.arguments import whole
 from jaxspec.host.messages import shown
 from jaxspec.host.progress import Progress
@@ -45,12 +44,7 @@ from jaxspec.programs.buckets import START_CAPACITY
 from jaxspec.programs.jax_settings import needed
 from jaxspec.protocol import Drafter
 from jaxspec.texts.generation_options import GenerationOptions, document
-from jaxspec.texts.requests import (
-    Messages,
-    Prompt,
-    Prompts,
-    batch_of,
-)
+from jaxspec.texts.requests import Messages, Prompt, Prompts, batch_of, read_requests
 from jaxspec.texts.results import Piece, Result, Score
 
 
@@ -194,11 +188,6 @@ class LanguageModel(Model):
       <LanguageModel mine: 2 layers, 4,336 parameters, float32, on device ...>
     """
 
-    @property
-    def preparation(self) -> Preparation:
-        """Makes sessions from the arguments of calls. It is not kept, so that a model is freed once nobody uses it."""
-        return Preparation(self, Drafters(self))
-
     # A str is a Sequence[str] too; type checkers take the first overload that fits.
     @overload
     def generate(
@@ -280,12 +269,13 @@ class LanguageModel(Model):
                 "generate has no option stream; call LanguageModel.stream, which yields pieces as they come"
             )
         with needed():
-            _, pieces, single = self.preparation.start(
+            _, pieces, single = prepare.start(
+                self,
                 QUIET_ROUNDS,
                 prompts,
                 messages,
                 attention_mask,
-                *self.preparation.read(method, options, given),
+                *prepare.read_method(method, options, given),
             )
         results = {piece.index: piece.result for piece in pieces if piece.result is not None}
         ordered = [results[index] for index in range(len(results))]
@@ -326,12 +316,13 @@ class LanguageModel(Model):
           'ab adeab a'
         """
         with needed():
-            _, pieces, _ = self.preparation.start(
+            _, pieces, _ = prepare.start(
+                self,
                 STREAM_ROUNDS,
                 prompts,
                 messages,
                 attention_mask,
-                *self.preparation.read(method, options, given),
+                *prepare.read_method(method, options, given),
             )
         return pieces
 
@@ -355,7 +346,7 @@ class LanguageModel(Model):
         """
         if self.tokenizer is None or not self.tokenizer.has_chat_template:
             self.encode([])  # raises
-        return Conversation(self.preparation, *self.preparation.read(method, options, given), system)
+        return Conversation(self, *prepare.read_method(method, options, given), system)
 
     def score(
         self,
@@ -448,9 +439,9 @@ class LanguageModel(Model):
             max_batch = max(size, GenerationOptions().max_batch)
             options = {"max_batch": max_batch, "max_new_tokens": longest - len(prompt), **given}
             with needed():
-                made, common = self.preparation.read(method, None, options)
-                requests, _, _ = self.preparation.requests([prompt] * size, None, None, common)
-                self.preparation.session(requests, made, common).warm_up(longest)
+                made, common = prepare.read_method(method, None, options)
+                requests, _, _ = read_requests(self, [prompt] * size, None, None, common)
+                prepare.texts_of(self, requests, made, common).session.warm_up(longest)
 
     def drafter(
         self,
@@ -478,13 +469,10 @@ class LanguageModel(Model):
           >>> drafter.num_draft_tokens, params
           (10, None)
         """
-        drafters = self.preparation.drafters
         with needed():
-            made = drafters.made(method, method_options)
-            drafter, weights = drafters.parts(
-                made, distributions, self.directory if beside else None, self.loaded
-            )
-        return drafter, weights.drafter
+            made = prepare.made(method, method_options)
+            directory = self.directory if beside else None
+            return prepare.drafter_of(self, made, distributions, directory, self.loaded)
 
     def load_draft(self, draft: ModelLike) -> LoadedModel:
         """Returns a draft model as the methods load it: on this model's devices, with its dtype and its `weights`.
@@ -514,7 +502,8 @@ class LanguageModel(Model):
           ['ngram']
         """
         with needed():
-            return self.preparation.drafters.candidates(method, distributions)
+            inputs = prepare.resources(self, distributions, self.directory)
+            return method.candidates(self.loaded, inputs)
 
 
 document(LanguageModel.generate)

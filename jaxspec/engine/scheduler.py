@@ -7,16 +7,16 @@ import itertools
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-from jaxspec.engine.drafters import AnyMethod
+from jaxspec.engine import prepare
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.prepare import STREAM_ROUNDS, Texts, acceptor_of
+from jaxspec.engine.prepare import STREAM_ROUNDS, AnyMethod, Texts
 from jaxspec.host import processes
 from jaxspec.host.arguments import whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
 from jaxspec.programs.jax_settings import needed
 from jaxspec.texts.generation_options import GenerationOptions
-from jaxspec.texts.requests import RowRequest, needs_sampling
+from jaxspec.texts.requests import RowRequest, needs_sampling, read_requests
 from jaxspec.texts.results import Piece, Result
 from jaxspec.texts.row_settings import Shapes
 
@@ -162,11 +162,10 @@ class Scheduler:
         }.items():
             if name in options:
                 raise ValueError(f"a request has no option {name}; {instead}")
-        preparation = self._lm.preparation
         with needed():
-            made, common = preparation.read(method, None, options)
+            made, common = prepare.read_method(method, None, options)
             common = dataclasses.replace(common, max_batch=self._max_batch)
-            requests, stops, single = preparation.requests(prompt, messages, None, common)
+            requests, stops, single = read_requests(self._lm, prompt, messages, None, common)
             if not single:
                 raise ValueError(f"got {len(requests)} prompts; add them one by one")
             if whole("stream", stream) < 0:
@@ -257,9 +256,9 @@ class Scheduler:
         numbers = request.temperature, request.top_k, request.top_p, request.min_p
         by_distribution = isinstance(method, Method) and method.by_distribution
         key = (
-            self._lm.preparation.drafters.files(method),
+            prepare.files_read(self._lm, method),
             _key(method),
-            type(acceptor_of(method, options, [request])),
+            type(prepare.acceptor_of(method, options, [request])),
             bool(options.exact),
             Shapes.of([request]),
             needs_sampling([request]),
@@ -270,8 +269,8 @@ class Scheduler:
             for place, one in enumerate(idle):  # the oldest ones, and those that read other files
                 if place < len(idle) - IDLE_GROUPS + 1 or one[1:] == key[1:]:
                     del self._groups[one]
-            session = self._lm.preparation.session([request], method, options, elastic=True)
-            self._groups[key] = _Group(self._lm.preparation.texts(session, options), method)
+            texts = prepare.texts_of(self._lm, [request], method, options, elastic=True)
+            self._groups[key] = _Group(texts, method)
         # A row needs its own cache while its prompt is fed.
         self._groups[key].texts.session.check_memory([request], 1)
         return self._groups[key]

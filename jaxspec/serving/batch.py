@@ -28,8 +28,8 @@ from jaxspec.texts.results import Result
 from jaxspec.texts.text import likeliest
 
 if TYPE_CHECKING:
-    from jaxspec.engine.drafters import AnyMethod
     from jaxspec.engine.language_model import LanguageModel
+    from jaxspec.engine.prepare import AnyMethod
 
 _LOG = logging.getLogger(__name__)
 # Texts that are read ahead, per row: so that a free row finds a request of its group. Because their number is limited,

@@ -242,7 +242,7 @@ def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):
     """Also those of method `auto`, whose drafters are kept."""
     monkeypatch.setattr(module, "_USED", type(module._USED)())
     monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-    monkeypatch.setattr("jaxspec.engine.drafters.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("jaxspec.engine.prepare.MAX_PROGRAMS", 2)
     lm, prompt = tiny.language_model(), (7, 1, 7, 1, 7, 1, 7, 2)
     for number in (1, 2):
         for method in ("auto", "ngram"):

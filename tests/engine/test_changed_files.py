@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from jaxspec.engine import prepare
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.files import identity
@@ -103,7 +104,7 @@ def test_auto_has_the_new_files(tmp_path):
     for good in (False, True, True):
         if len(made) < 2:
             write_draft(tmp_path / "draft", good)
-        made.append(lm.preparation.drafters.auto(method, ("greedy",), lm.loaded))
+        made.append(prepare.auto_drafter(lm, method, ("greedy",), lm.loaded))
     assert made[0] is not made[1] is made[2]
     embedded = [np.asarray(one.params[0]["embed"]) for one in made]
     np.testing.assert_array_equal(embedded[1], lm.params["embed"])
