@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.engine.model import Model
 from jaxspec.host.messages import shown
 from jaxspec.model.llama import Params
 from jaxspec.model.sharding import fetched
@@ -15,6 +14,9 @@ from jaxspec.programs import buckets, compiled
 from jaxspec.programs.compiled import Loop
 from jaxspec.texts.requests import is_text_or_ids
 from jaxspec.texts.results import Score
+
+if TYPE_CHECKING:
+    from jaxspec.engine.language_model import LanguageModel
 
 # The most positions per chunk: each has the logits of the whole vocabulary.
 _MAX_CHUNK = 64
@@ -55,7 +57,9 @@ def scores(
     return [score for score in found if score is not None]
 
 
-def context_and_whole(model: Model, index: int, context: Any, continuation: Any) -> tuple[int, list[int]]:
+def context_and_whole(
+    model: LanguageModel, index: int, context: Any, continuation: Any
+) -> tuple[int, list[int]]:
     """Returns the number of tokens of a context, and its tokens with those of its continuation."""
     if not (is_text_or_ids(context) and is_text_or_ids(continuation)):
         raise ValueError(f"contexts[{index}] or its continuation is messages; give texts or token ids")
