@@ -60,13 +60,13 @@ class Auto(DraftingMethod):
         super().__post_init__()
         if len(self.among) > _MOST:
             raise ValueError(f"among names {len(self.among)} methods; give at most {_MOST}")
-        for kind in map(_kind, self.among):
+        for kind in map(kind_of, self.among):
             if not kind.options() or kind.composite:
                 raise ValueError(
                     f"among names {kind.name!r}; give methods that draft, and do not choose themselves"
                 )
         object.__setattr__(
-            self, "among", tuple(_kind(one)() if isinstance(one, str) else one for one in self.among)
+            self, "among", tuple(kind_of(one)() if isinstance(one, str) else one for one in self.among)
         )
 
     @classmethod
@@ -84,19 +84,13 @@ class Auto(DraftingMethod):
         own = {name: given[name] for name in cls.options() if name in given}
         made = cls(**own)
         rest = {name: value for name, value in given.items() if name not in own}
-
-        def with_options(one: Method) -> Method:
-            kind = type(one)
-            options = kind.converted(rest)
-            read = {name for part in (kind, *kind.parts(options)) for name in part.options()}
-            return kind.of(one.given | {name: value for name, value in options.items() if name in read})
-
-        return dataclasses.replace(made, among=tuple(map(with_options, made.methods())))
+        among = tuple(with_options(one, rest) for one in made.methods())
+        return dataclasses.replace(made, among=among) if rest else made
 
     @classmethod
     def parts(cls, given: Mapping[str, Any]) -> tuple[type[Method], ...]:
         """Returns the methods that `among` names, and the parts of those."""
-        kinds = [kind for kind in map(_kind, given.get("among", ())) if not issubclass(kind, Auto)]
+        kinds = [kind for kind in map(kind_of, given.get("among", ())) if not issubclass(kind, Auto)]
         return tuple(part for kind in kinds for part in (kind, *kind.parts(given)))
 
     def methods(self) -> tuple[Method, ...]:
@@ -195,5 +189,14 @@ def _works(candidates: Sequence[Candidate]) -> list[DraftCost]:
     return [dataclasses.replace(one.cost, shared=0.0) for one in candidates]
 
 
-def _kind(one: str | Method) -> type[Method]:
+def kind_of(one: str | Method) -> type[Method]:
+    """Returns the class of a method, given as such or by its name."""
     return registry.find(one) if isinstance(one, str) else type(one)
+
+
+def with_options(method: Method, given: Mapping[str, Any]) -> Method:
+    """Returns a method with those of the given options that it has, or its parts."""
+    kind = type(method)
+    options = kind.converted(given)
+    read = {name for part in (kind, *kind.parts(options)) for name in part.options()}
+    return kind.of(method.given | {name: value for name, value in options.items() if name in read})

@@ -1,4 +1,4 @@
-"""Combines two methods: drafts copied from text and drafts of a model, chosen per round by their expected gain."""
+"""The choice of method auto among two methods, for each row and by one price of a draft token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
+from jaxspec.methods.auto import kind_of, with_options
 from jaxspec.methods.base import Method, option, read_costs
 from jaxspec.methods.resources import LoadedModel, Resources
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 # The cost of a draft token, in steps of the target, if its method declares none.
 _UNKNOWN = 0.5
 # The expected acceptance of a lookup's first and further tokens, and of a draft token of a method without a record.
-_LOOKUP, _ACCEPT = (0.5, 0.75), 0.75
-_USUAL = {"first": "suffix", "second": "layerskip"}
+_LOOKUP, _ACCEPT = (0.5, 0.75), (0.75,)
+_ROLES = {"first": "suffix", "second": "layerskip"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,10 @@ class Hybrid(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for role, part in self.given.items():
-            if isinstance(part, str):
-                object.__setattr__(self, role, _kind(role, part)())
-            elif isinstance(part, Method):
-                _check(role, type(part))
+        for role in _ROLES:
+            if (part := getattr(self, role)) is not None:
+                kind = _part(role, part)
+                object.__setattr__(self, role, kind() if isinstance(part, str) else part)
         if self.draft_cost is not None and not 0 <= self.draft_cost < float("inf"):
             raise ValueError(f"draft_cost is {self.draft_cost}; give a number from 0 on")
 
@@ -69,15 +69,12 @@ class Hybrid(Method):
         """
         own: dict[str, Any] = {name: given[name] for name in cls.options() if name in given}
         rest = {name: value for name, value in given.items() if name not in own}
-        kinds = _kinds(own)
-        for role, kind in kinds.items():
-            own[role] = kind.of({name: value for name, value in rest.items() if name in kind.options()})
-        return cls(**own)
+        return cls(**own | {role: with_options(kind(), rest) for role, kind in _named(own).items()})
 
     @classmethod
     def parts(cls, given: Mapping[str, Any]) -> tuple[type[Method], ...]:
         """Returns the methods of `first` and `second` that are given by their names or left out."""
-        return tuple(_kinds(given).values())
+        return tuple(_named(given).values())
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter of both methods; its parameters are a tuple of theirs."""
@@ -88,22 +85,20 @@ class Hybrid(Method):
         from jaxspec.drafting.choosing_drafter import Choosing, widths_of
         from jaxspec.drafting.lookup import LookupDrafter
 
-        parts = self._parts()
-        first, _ = parts["first"].build(target, resources)
+        copies, drafts = self._methods()
+        first, _ = copies.build(target, resources)
         if not isinstance(first, LookupDrafter):
             raise ValueError(
-                f"first is {parts['first'].name}, which drafts with a model; give suffix, ngram or grammar, or swap "
-                "the two"
+                f"first is {copies.name}, which drafts with a model; give suffix, ngram or grammar, or swap the two"
             )
-        second, own = parts["second"].build(target, resources)
+        second, own = drafts.build(target, resources)
         second = second.taking_turns()
-        declared = parts["second"].cost(target, second, own)
+        declared = drafts.cost(target, second, own)
         usual, row, length = _UNKNOWN, guessed_row(resources.platform), second.num_draft_tokens
         if declared is not None:
             usual = declared.draft_ms(read_costs(target, row), length) / length
         costs = 0.0, usual if self.draft_cost is None else self.draft_cost
-        known = parts["second"].expectation(target, resources)
-        accept = _LOOKUP, (_ACCEPT,) if known is None else known
+        accept = _LOOKUP, drafts.expectation(target, resources) or _ACCEPT
         widths, longest = widths_of((first, second)), max(first.num_draft_tokens, second.num_draft_tokens)
         prices = simple_prices(widths, longest, costs, row, accept)
         # Each row chooses for itself, so that a sampled text does not depend on the other rows.
@@ -112,27 +107,22 @@ class Hybrid(Method):
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
         """Returns the second method's cost with a lookup per round; copied drafts lower the measured times."""
-        second = self._parts()["second"].cost(target, cast("Choosing", drafter).candidates[1], params[1])
+        second = self._methods()[1].cost(target, cast("Choosing", drafter).candidates[1], params[1])
         return None if second is None else dataclasses.replace(second, lookup=True, adapts=True)
 
-    def _parts(self) -> dict[str, Method]:
-        return {role: getattr(self, role) or registry.find(usual)() for role, usual in _USUAL.items()}
+    def _methods(self) -> tuple[Method, ...]:
+        return tuple(getattr(self, role) or registry.find(usual)() for role, usual in _ROLES.items())
 
 
-def _kind(role: str, name: str) -> type[Method]:
-    """Returns the method of a name after `_check`."""
-    kind = registry.find(name)
-    _check(role, kind)
+def _part(role: str, part: str | Method) -> type[Method]:
+    """Returns the class of a method of a hybrid, which drafts and is not a hybrid itself."""
+    kind = kind_of(part)
+    if kind.composite or not kind.options():
+        raise ValueError(f"{role} is {kind.name!r}; give a method that drafts and is not a hybrid")
     return kind
 
 
-def _check(role: str, kind: type[Method]) -> None:
-    """Raises a ValueError for a method that does not draft, or that is a hybrid itself."""
-    if kind.composite or not kind.options():
-        raise ValueError(f"{role} is {kind.name!r}; give a method that drafts and is not a hybrid")
-
-
-def _kinds(given: Mapping[str, Any]) -> dict[str, type[Method]]:
-    """Returns the methods given by name and the defaults; flat options belong to them."""
-    names = {role: usual if given.get(role) is None else given[role] for role, usual in _USUAL.items()}
-    return {role: _kind(role, name) for role, name in names.items() if isinstance(name, str)}
+def _named(given: Mapping[str, Any]) -> dict[str, type[Method]]:
+    """Returns the methods of a hybrid given by name and the defaults; flat options belong to them."""
+    parts = {role: usual if given.get(role) is None else given[role] for role, usual in _ROLES.items()}
+    return {role: _part(role, part) for role, part in parts.items() if isinstance(part, str)}
