@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -164,7 +164,7 @@ def check_options(method: type[Method], given: Mapping[str, Any], others: Iterab
             raise ValueError(f"method {method.name} has no option `{option}`; {_these(having)}")
 
 
-def check_known(given: Iterable[str], others: Iterable[str] = ()) -> None:
+def check_known(given: Collection[str], others: Iterable[str] = ()) -> None:
     """Raises an error for options that no method has.
 
     Args:
@@ -174,7 +174,7 @@ def check_known(given: Iterable[str], others: Iterable[str] = ()) -> None:
     Raises:
       ValueError: one line that suggests a similar option.
     """
-    known = {one for method in available()[0].values() for one in method.options()}
+    known = {one for method in available()[0].values() for one in method.options()} if given else set()
     for option in given:
         if option not in known:
             raise ValueError(unknown(option, known, others))
