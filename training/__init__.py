@@ -26,7 +26,7 @@ JOBS = {
 }
 
 try:
-    extras.require("train", "grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml")
+    extras.require("train", "grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml", "matplotlib")
 except extras.MissingExtra as missing:
     # The import of X fails here, so X itself cannot report the error in one line.
     if sys.argv[:1] == ["-m"]:

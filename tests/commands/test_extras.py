@@ -16,7 +16,8 @@ from jaxspec.host import extras
 ROOT = Path(__file__).resolve().parents[2]
 # The import name of each package of an extra.
 MODULES = {
-    "train": ("grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml"),
+    "train": ("grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml", "matplotlib"),
+    "charts": ("matplotlib",),
     "search": ("bayes_opt",),
     "serve": ("starlette", "uvicorn", "prometheus_client"),
 }

@@ -254,7 +254,7 @@ from jaxspec.console.tables import Table
 live, other = Live(), Live()
 for count in range(3):
     live(Table(["count"], [["first", str(count)]]))
-    other(bars({"x": count}, {}, title="t", label="l"))
+    other(bars({"x": count}, title="t", label="l"))
 print("done")
 """
 

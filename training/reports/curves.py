@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxspec.console.notebook import Live
 from jaxspec.host.files import write_atomic
-from jaxspec.measuring.charts import COLOURS, Chart, Curve, beside, curves
+from jaxspec.measuring.charts import COLOURS, Chart, beside, curves
 from training.reports import metrics
 
 LOSS_FILE, ACCEPTANCE_FILE = "loss.svg", "acceptance.svg"
@@ -38,7 +38,7 @@ def draw(run: Path) -> list[Path]:
     records = metrics.read(run)
     if not records:
         raise ValueError(f"no {metrics.METRICS_FILE} in {run}; give the run directory of a training command")
-    drawn = {run / LOSS_FILE: loss_chart({run.name: records})}
+    drawn = {run / LOSS_FILE: loss_chart(run.name, records)}
     if _exits(records):
         drawn[run / ACCEPTANCE_FILE] = acceptance_chart(records)
     for path, chart in drawn.items():
@@ -53,7 +53,7 @@ def watched(run: Path) -> Iterator[None]:
 
     def redraw() -> None:
         records = metrics.read(run)
-        loss = loss_chart({run.name: records}, log=True)
+        loss = loss_chart(run.name, records, log=True)
         live(beside(loss, acceptance_chart(records)) if _exits(records) else loss)
 
     def follow() -> None:
@@ -71,29 +71,34 @@ def watched(run: Path) -> Iterator[None]:
         redraw()
 
 
-def loss_chart(runs: Mapping[str, Records], *, log: bool = False) -> Chart:
-    """The loss of each step, smoothed, and the held-out loss, by step; for one run also by task type.
+def loss_chart(run: str, records: Records, *, log: bool = False) -> Chart:
+    """The loss of each step, smoothed, and the held-out loss, by step and by task type.
 
     Args:
-      runs: records of `metrics.read` by name; may be empty.
+      run: the name of the run.
+      records: those of `metrics.read`; may be empty.
       log: whether the axis of the loss is logarithmic.
     """
-    series, colours = {}, {}
-    for number, (name, records) in enumerate(runs.items(), 1):
-        before = f"{name}, " if len(runs) > 1 else ""
-        losses = smoothed([record["loss"] for record in records], max(1.0, len(records) / 60))
-        steps = [record["step"] for record in records]
-        series[f"{before}training, smoothed"] = Curve(list(zip(steps, losses, strict=True)), faint=True)
-        series[f"{before}held out"] = _curve(records, "held_out_loss")
-        colours[f"{before}training, smoothed"] = COLOURS[number if len(runs) > 1 else 0]
-        colours[f"{before}held out"] = COLOURS[number]
-    if len(runs) == 1:
-        prefix = "held_out_loss/"
-        kinds = sorted({key for record in records for key in record if key.startswith(prefix)})
-        for kind in kinds if len(kinds) > 1 else ():
-            series[f"held out: {kind.removeprefix(prefix)}"] = _curve(records, kind, faint=True)
-    title = f"Loss of {' and '.join(runs)}"
-    return curves(series, x="step", y="loss, nats per token", title=title, colours=colours, log=log)
+    thin, prefix = "training, smoothed", "held_out_loss/"
+    losses = smoothed([record["loss"] for record in records], max(1.0, len(records) / 60))
+    series = {
+        thin: [(record["step"], loss) for record, loss in zip(records, losses, strict=True)],
+        "held out": _curve(records, "held_out_loss"),
+    }
+    kinds = sorted({key for record in records for key in record if key.startswith(prefix)})
+    by_kind = {f"held out: {kind.removeprefix(prefix)}": _curve(records, kind) for kind in kinds}
+    if len(by_kind) > 1:
+        series |= by_kind
+    colours = {thin: COLOURS[0], "held out": COLOURS[1]}
+    return curves(
+        series,
+        x="step",
+        y="loss, nats per token",
+        title=f"Loss of {run}",
+        colours=colours,
+        faint={thin, *by_kind},
+        log=log,
+    )
 
 
 def acceptance_chart(records: Records) -> Chart:
@@ -128,5 +133,5 @@ def _exits(records: Records) -> list[int]:
     )
 
 
-def _curve(records: Records, name: str, *, faint: bool = False) -> Curve:
-    return Curve([(record["step"], record[name]) for record in records if name in record], faint=faint)
+def _curve(records: Records, name: str) -> list[tuple[float, float]]:
+    return [(record["step"], record[name]) for record in records if name in record]
