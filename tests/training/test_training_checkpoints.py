@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -318,7 +319,7 @@ def test_a_lock_is_released_by_an_error(tmp_path):
 
 
 def test_a_lock_leaves_no_file_and_is_not_one_on_a_removed_file(tmp_path, monkeypatch):
-    calls, flock = [], lock.fcntl.flock
+    calls, flock = [], fcntl.flock
 
     def after_the_end_of_the_former_holder(file, how):
         if not calls:
@@ -326,7 +327,7 @@ def test_a_lock_leaves_no_file_and_is_not_one_on_a_removed_file(tmp_path, monkey
         calls.append(how)
         flock(file, how)
 
-    monkeypatch.setattr(lock.fcntl, "flock", after_the_end_of_the_former_holder)
+    monkeypatch.setattr(fcntl, "flock", after_the_end_of_the_former_holder)
     with lock.exclusive(tmp_path, pytest.fail):
         assert (tmp_path / lock.FILE).exists()
     assert list(tmp_path.iterdir()) == []
