@@ -6,7 +6,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.console.tables import wrapped
 from jaxspec.console.terminal import without_controls
@@ -20,7 +20,7 @@ COLOURS = ("#8a8a8a", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d
 _INK = "#7f7f7f"  # as far from white as from the dark background of pages
 _WIDTH, _PER_ROW = 4.6, 2  # inches of a panel; panels beside each other
 _MAX_DOTS = 40
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), _INK
     ),
