@@ -531,9 +531,9 @@ def _plan(path: Path) -> None:
 
 
 def _asd(path: Path) -> None:
-    from jaxspec.io.methods.method_files import read_asd
+    from jaxspec.io.methods.asd_numbers import ASDNumbers
 
-    read_asd(path, "m")
+    ASDNumbers.read(path, "m")
 
 
 def _thresholds(path: Path) -> None:
@@ -549,9 +549,9 @@ def _probe(path: Path) -> None:
 
 
 def _acceptances(path: Path) -> None:
-    from jaxspec.io.methods.acceptance_file import read_acceptance
+    from jaxspec.io.methods.acceptance_file import Acceptances
 
-    read_acceptance(path, "m")
+    Acceptances.read(path, "m")
 
 
 def _costs(path: Path) -> None:

@@ -88,7 +88,8 @@ class HeadMethod(ChainMethod):
         file = head / acceptance_file.NAME
         if not file.is_file():
             return None
-        return acceptance_file.read_acceptance(file, trained_for(head) or target.fingerprint).get(self.name)
+        found = acceptance_file.Acceptances.read(file, trained_for(head) or target.fingerprint).candidates
+        return found[self.name].accept if self.name in found else None
 
     def _path(self, target: LoadedModel, resources: Resources) -> FilePath | None:
         """Returns where the head is: as named, else beside the model, else with jaxspec; None if nowhere."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.host.messages import shown
+from jaxspec.io.records import record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,41 +34,31 @@ class TrainedFor:
         Raises:
           ValueError: a part has another form, or does not fit the model.
         """
-        names = [field.name for field in dataclasses.fields(cls) if field.name in own]
-        parts: dict[str, Any] = {name: own[name] or None for name in names}
-        return cls(**parts).checked(num_layers, vocab_size)
+        return record(cls, own, "jaxspec").checked(num_layers, vocab_size)
 
     def checked(self, num_layers: int, vocab_size: int) -> TrainedFor:
-        """Returns the same with tuples for lists.
+        """Returns the same record.
 
         Raises:
-          ValueError: as `read`.
+          ValueError: it does not fit a model of this size.
         """
-        exits = _rising("exits", self.exits, 1, num_layers, "layers")
-        tokens = _rising("tokens of draft_vocab", self.draft_vocab, 0, vocab_size - 1, "tokens")
-        limits: Any = self.thresholds
-        numbers = isinstance(limits, (list, tuple)) and all(
-            type(one) in (int, float) and 0 <= one <= 1 for one in limits
-        )
-        if not numbers or (limits and len(limits) != len(exits) - 1):
+        for name, given, least, most, unit in (
+            ("exits", self.exits, 1, num_layers, "layers"),
+            ("tokens of draft_vocab", self.draft_vocab, 0, vocab_size - 1, "tokens"),
+        ):
+            rises = all(earlier < later for earlier, later in itertools.pairwise(given))
+            if not rises or not all(least <= one <= most for one in given):
+                raise ValueError(
+                    f"the {name} are {shown(given)}; expected a rising list of {unit} from {least} to {most}"
+                )
+        numbers = all(0 <= limit <= 1 for limit in self.thresholds)
+        if not numbers or (self.thresholds and len(self.thresholds) != len(self.exits) - 1):
             raise ValueError(
-                f"the thresholds are {shown(limits)}; expected a number from 0 to 1 for each of the exits "
-                f"{shown(exits)} but the last"
+                f"the thresholds are {shown(self.thresholds)}; expected a number from 0 to 1 for each of the exits "
+                f"{shown(self.exits)} but the last"
             )
-        if self.target is not None and not isinstance(self.target, str):
-            raise ValueError(f"the target is {shown(self.target)}; expected the fingerprint of a model")
-        return TrainedFor(exits, tokens, tuple(map(float, limits)), self.target)
+        return self
 
     def content(self) -> dict[str, Any]:
         """Returns the entry, without the missing parts."""
         return {name: part if name == "target" else list(part) for name, part in vars(self).items() if part}
-
-
-def _rising(name: str, given: Any, least: int, most: int, unit: str) -> tuple[int, ...]:
-    listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else [None]
-    whole = all(type(one) is int and least <= one <= most for one in listed)
-    if not whole or any(later <= earlier for earlier, later in itertools.pairwise(listed)):
-        raise ValueError(
-            f"the {name} are {shown(given)}; expected a rising list of {unit} from {least} to {most}"
-        )
-    return tuple(listed)

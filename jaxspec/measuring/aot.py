@@ -308,9 +308,8 @@ def _files(config: LlamaConfig, vocabulary: bool) -> Iterator[Path]:
             probe = method_files.ProbeFile(direction, 0.0, exit_layer, _GREEDY)
             method_files.write_probe(path, UNREAD, probe)
         if vocabulary:
-            ranking = vocabulary_file.Ranking((), tuple(range(config.vocab_size)), 0)
-            path = directory / vocabulary_file.VOCABULARY_NAME
-            vocabulary_file.write_vocabulary(path, UNREAD, config.vocab_size, ranking, {})
+            ranking = vocabulary_file.Ranking((), tuple(range(config.vocab_size)), 0, config.vocab_size)
+            ranking.write(directory / vocabulary_file.VOCABULARY_NAME, UNREAD, {})
         yield directory
 
 

@@ -85,7 +85,7 @@ class ASD(MaskedMethod):
 
         path = found(self.asd_numbers, target, resources, method_files.ASD_NAME)
         if path is not None:
-            return method_files.read_asd(path, target.fingerprint)
+            return ASDNumbers.read(path, target.fingerprint)
         code = "codellama" in target.name.lower().replace("-", "")
         numbers = ASDNumbers(every=4, keep_last=3) if code else ASDNumbers()
         return dataclasses.replace(numbers, keep_last=min(numbers.keep_last, target.config.num_layers))

@@ -169,7 +169,7 @@ class ChainMethod(DraftingMethod):
         else:
             path, count = Path(str(self.draft_vocab)), None
         ranking = vocabulary_file.read_vocabulary(path, target.fingerprint, target.config.vocab_size)
-        return ranking.first(count)
+        return ranking.first(count, source=path)
 
     def _gamma(self, rule: ProbedName) -> Gamma:
         """Makes the γ of a stop rule, fixed or adaptive."""

@@ -77,7 +77,7 @@ def test_those_of_a_model(tmp_path):
 )
 def test_a_model_with_other_prompts(part, tmp_path):
     (tmp_path / prompts.NAME).write_text(json.dumps({"reporting": {"a": ["b"]}, "tuning": part}))
-    with pytest.raises(ValueError, match="tuning is not a list of prompts for each kind of work"):
+    with pytest.raises(ValueError, match=r"tuning is not a list of prompts|in `tuning`, expected an"):
         prompts.load("reporting", tmp_path)
 
 

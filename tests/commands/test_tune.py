@@ -14,7 +14,8 @@ from jaxspec.cli import main
 from jaxspec.drafting.asd_drafter import admg
 from jaxspec.drafting.s2d_drafter import S2D
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.io.methods.method_files import ASD_NAME, ASDNumbers, read_asd
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.io.methods.method_files import ASD_NAME
 from jaxspec.measuring.tuning import asd_sweep, race, s2d_sweep
 from jaxspec.measuring.tuning.asd_sweep import tune_asd
 from jaxspec.measuring.tuning.s2d_sweep import s2d_grid, sorted_draft, tune_s2d
@@ -217,7 +218,7 @@ def test_the_command_writes_numbers_that_the_method_finds(model, tmp_path, capfd
     report = json.loads(capfd.readouterr().out)
     best = report["results"][0]
     lm = load(model)
-    numbers = read_asd(model / ASD_NAME, lm.fingerprint)
+    numbers = ASDNumbers.read(model / ASD_NAME, lm.fingerprint)
     assert dataclasses.astuple(numbers) == (best["alpha"], best["every"], best["keep_last"])
     assert report["output"] == str(model / ASD_NAME)
     found_by = json.loads((model / ASD_NAME).read_text())["found_by"]

@@ -7,13 +7,14 @@ import json
 import pytest
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.io.methods.acceptance_file import NAME, read_acceptance, write_acceptance
+from jaxspec.io.methods.acceptance_file import NAME, Acceptances, Accepted
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.methods import Auto, LayerSkip, NGram
 from tests import tiny
 from training.heads.accepted import accepted_shares
 
 GOOD = {"accept": [0.9, 0.8]}
+WRITTEN = Acceptances({"eagle": Accepted((0.5, 0.25))})
 
 
 def test_a_text_that_ends_within_a_draft_is_no_fault_of_it():
@@ -32,24 +33,27 @@ def test_what_never_drafts_is_not_expected_to_be_right():
 
 
 def test_what_is_written_is_read(tmp_path):
-    write_acceptance(tmp_path / NAME, "abc", {"eagle": (0.5, 0.25)}, {})
-    assert read_acceptance(tmp_path / NAME, "abc") == {"eagle": (0.5, 0.25)}
+    WRITTEN.write(tmp_path / NAME, "abc", {})
+    assert Acceptances.read(tmp_path / NAME, "abc") == WRITTEN
     content = json.loads((tmp_path / NAME).read_text(encoding="utf-8"))
     content["candidates"]["eagle"] |= {"strength": 2.0, "draft": [1.0]}  # as in published heads
     (tmp_path / NAME).write_text(json.dumps(content), encoding="utf-8")
-    assert read_acceptance(tmp_path / NAME, "abc") == {"eagle": (0.5, 0.25)}
+    assert Acceptances.read(tmp_path / NAME, "abc") == WRITTEN
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "jaxspec.plan/1"}, "expected jaxspec.acceptance/2: not a file of acceptances"),
+        (
+            {"format": "jaxspec.plan/1"},
+            "expected jaxspec.acceptance/2; make one with `python -m training.heads`",
+        ),
         ({"model": "other"}, "belongs to another model .*; make one with `python -m training.heads`"),
-        ({"candidates": [GOOD]}, "has no candidates"),
+        ({"candidates": [GOOD]}, r"has .* in `candidates`, expected an object"),
         *(
             (
                 {"candidates": {"ngram": GOOD | bad}},
-                "ngram has .*; expected `accept`, numbers from 0 to 1",
+                "ngram.*`accept`.*; expected numbers from 0 to 1|ngram has .* in `accept`, expected a list",
             )
             for bad in (
                 {"accept": []},
@@ -64,11 +68,11 @@ def test_what_is_written_is_read(tmp_path):
 )
 def test_a_damaged_file_is_one_line(tmp_path, changes, message):
     path = tmp_path / NAME
-    write_acceptance(path, "abc", {}, {})
+    WRITTEN.write(path, "abc", {})
     content = json.loads(path.read_text(encoding="utf-8")) | changes
     path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError, match=message) as error:
-        read_acceptance(path, "abc")
+        Acceptances.read(path, "abc")
     assert "\n" not in str(error.value)
 
 

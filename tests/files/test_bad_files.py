@@ -17,6 +17,7 @@ from jaxspec.io import tensors
 from jaxspec.io.hf import huggingface
 from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.methods import method_files
+from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.methods.method_files import ProbeFile
 from jaxspec.model.config import LlamaConfig
 from jaxspec.testing import reference
@@ -332,7 +333,7 @@ def test_a_probe_that_is_not_finite(tmp_path):
 def test_a_directory_is_called_one(tmp_path):
     for read in (
         lambda: method_files.read_plan(tmp_path, "model", 2),
-        lambda: method_files.read_asd(tmp_path, "model"),
+        lambda: ASDNumbers.read(tmp_path, "model"),
         lambda: method_files.read_probe(tmp_path, "model", 4, 1, "greedy"),
         lambda: method_files.read_thresholds(tmp_path, "model", "draft", (1, 2)),
         lambda: files.read_text(tmp_path, "`reference` must be a text file"),
@@ -347,17 +348,17 @@ def test_a_directory_is_called_one(tmp_path):
 )
 def test_method_files_of_something_else(tmp_path, field, value):
     path = tmp_path / "file.json"
-    asd = {"format": method_files.ASD_FORMAT, "model": "m", "alpha": 0.5, "every": 2, "keep_last": 1}
+    asd = {"format": ASDNumbers.FORMAT, "model": "m", "alpha": 0.5, "every": 2, "keep_last": 1}
     plan = {
-        "format": method_files.PLAN_FORMAT,
+        "format": "jaxspec.plan/1",
         "model": "m",
         "num_layers": 3,
         "skip_attention": [1],
         "skip_mlp": [],
     }
-    exits = {"format": method_files.THRESHOLDS_FORMAT, "target": "m", "draft": "d", "exits": [1, 2]}
+    exits = {"format": "jaxspec.thresholds/1", "target": "m", "draft": "d", "exits": [1, 2]}
     for content, read in (
-        (asd, lambda: method_files.read_asd(path, "m")),
+        (asd, lambda: ASDNumbers.read(path, "m")),
         (plan, lambda: method_files.read_plan(path, "m", 3)),
         (exits | {"thresholds": [0.5, 0]}, lambda: method_files.read_thresholds(path, "m", "d", (1, 2))),
     ):

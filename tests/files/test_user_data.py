@@ -15,7 +15,8 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host import files
 from jaxspec.io import embedded
 from jaxspec.io.methods import method_files
-from jaxspec.io.methods.method_files import ASDNumbers, ProbeFile
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.io.methods.method_files import ProbeFile
 from jaxspec.io.user_data import home, model_data, user_data
 from jaxspec.model.plan import LayerPlan
 from tests import tiny
@@ -97,9 +98,7 @@ def test_files_are_found_first_where_they_are_written_now(data, lm, writable, mo
         (directory / "probes").mkdir()
         plan = LayerPlan.skipping(DEEP.num_layers, [skipped], [])
         method_files.write_plan(directory / method_files.PLAN_NAME, lm.fingerprint, plan, {})
-        method_files.write_asd(
-            directory / method_files.ASD_NAME, lm.fingerprint, ASDNumbers(0.5, skipped, 1), {}
-        )
+        ASDNumbers(0.5, skipped, 1).write(directory / method_files.ASD_NAME, lm.fingerprint, {})
         probe = ProbeFile(np.ones(DEEP.hidden_size, np.float32), skipped, 1, "greedy")
         method_files.write_probe(method_files.probe_path(directory, 1, "greedy"), lm.fingerprint, probe)
         assert np.asarray(lm.drafter("draft-verify")[0].plan).tolist() == [list(pair) for pair in plan.run]

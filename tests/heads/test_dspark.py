@@ -295,8 +295,8 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, model):
     plain = slow.greedy(TARGET, MODEL[1], prompt, 10)
     options = {"max_new_tokens": 10, "ignore_eos": True, "method": "dspark"}
     assert model.generate(prompt, **options, stop_rule="probe").tokens == plain
-    ranking = vocabulary_file.Ranking((0, 1), tuple(range(2, 9)), 9)
-    vocabulary_file.write_vocabulary(path, model.fingerprint, SIZE, ranking, {})
+    ranking = vocabulary_file.Ranking((0, 1), tuple(range(2, 9)), 9, SIZE)
+    ranking.write(path, model.fingerprint, {})
     assert model.drafter("dspark", draft_vocab=str(path))[1]["markov_out"].shape == (9, RANK)
     assert model.generate(prompt, **options, draft_vocab=str(path)).tokens == plain
     few = str(write(tmp_path / "few", some()))

@@ -485,8 +485,8 @@ def test_a_head_is_found_beside_its_target_and_where_it_comes_along(folder, tmp_
 def test_a_vocabulary_is_ranked_or_counted(folder):
     lm = jaxspec.load(folder)
     path = folder / "vocab.json"
-    ranking = vocabulary_file.Ranking((0, 1), (9, 5, 7), 10)
-    vocabulary_file.write_vocabulary(path, lm.fingerprint, lm.config.vocab_size, ranking, {})
+    ranking = vocabulary_file.Ranking((0, 1), (9, 5, 7), 10, lm.config.vocab_size)
+    ranking.write(path, lm.fingerprint, {})
     counts = np.zeros(lm.config.vocab_size)
     counts[[40, 30, 20]] = 3, 5, 3
 
@@ -500,7 +500,7 @@ def test_a_vocabulary_is_ranked_or_counted(folder):
     assert chosen(draft_vocab_size=3) == [1, 20, 30]
     with pytest.raises(ValueError, match=r"^draft_vocab_size is 6; .*vocab\.json ranks 5 tokens"):
         chosen(draft_vocab=path, draft_vocab_size=6)
-    vocabulary_file.write_vocabulary(path, "another", lm.config.vocab_size, ranking, {})
+    ranking.write(path, "another", {})
     with pytest.raises(ValueError, match="belongs to another model"):
         chosen(draft_vocab=path)
     windows = {"x": {"tokens": np.array([[3, 3, 4, 0]]), "learn": np.array([[True, False, True, True]])}}

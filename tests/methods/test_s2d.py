@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_one_line(target, tmp_path):
         ({"draft": bare}, "has a vocabulary of 12 tokens, the target of 13, and one of them no tokenizer"),
         (
             {"draft": draft, "thresholds": str(tmp_path / "none.json")},
-            "none.json does not exist; make thresholds with `jaxspec tune",
+            "none.json does not exist; make one with `jaxspec tune",
         ),
         (
             {"draft": draft, "stop_rule": "probe"},
@@ -370,7 +370,7 @@ def test_a_draft_of_another_target_warns_once():
         ({"draft_vocab": [10**6]}, "expected a rising list of tokens from 0 to"),
         ({"exits": [1, 2], "thresholds": [0.5, 0.5]}, "thresholds are"),
         ({"exits": [1, 2], "thresholds": [2]}, "thresholds are"),
-        ({"target": 3}, "target is 3"),
+        ({"target": 3}, "has 3 in `target`, expected a text or null"),
     ],
 )
 def test_a_record_that_does_not_fit_is_one_line(record, said):

@@ -17,7 +17,8 @@ from jaxspec import stopping
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import method_files
-from jaxspec.io.methods.method_files import ASDNumbers, ProbeFile
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.io.methods.method_files import ProbeFile
 from jaxspec.methods import LoadedModel, Resources, registry
 from jaxspec.model.plan import LayerPlan
 from jaxspec.programs.executables import MAX_VARIANTS, Executables
@@ -125,7 +126,7 @@ def test_a_plan_beside_the_model_is_found(beside):
 
 def test_numbers_beside_the_model_are_found_and_options_come_first(beside):
     path = beside.directory / method_files.ASD_NAME
-    method_files.write_asd(path, beside.fingerprint, ASDNumbers(0.7, 2, 1), {})
+    ASDNumbers(0.7, 2, 1).write(path, beside.fingerprint, {})
     drafter = made("asd", beside, alpha=0.8)
     assert [float(n) for n in (drafter.alpha, drafter.every, drafter.keep_last)] == pytest.approx([0.8, 2, 1])
     moved = path.rename(path.with_name("elsewhere.json"))

@@ -16,7 +16,7 @@ from jaxspec.cli import main
 from jaxspec.drafting.chain_drafter import draft_chain
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods.method_files import PLAN_NAME, write_plan
-from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME, Ranking, read_vocabulary, write_vocabulary
+from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME, Ranking, read_vocabulary
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.measuring.tuning import token_counts
 from jaxspec.methods import LayerSkip, registry
@@ -31,12 +31,12 @@ from tests.files.test_bad_files import JUNK
 
 DEEP = tiny.engine_config(tiny.DEEP)
 # Letters of `tiny.tokenizer`, the specials of which are 0 and 10.
-RANKING = Ranking((0, 10), (1, 12, 7, 6, 2, 9, 4), 200)
+RANKING = Ranking((0, 10), (1, 12, 7, 6, 2, 9, 4), 200, 13)
 OVER_SOME = [name for name in tiny.DRAFTERS if name.endswith("-vocab")]
 
 
 def write(path, lm: LanguageModel, ranking: Ranking = RANKING) -> str:
-    write_vocabulary(path, lm.fingerprint, lm.config.vocab_size, ranking, {})
+    dataclasses.replace(ranking, vocab_size=lm.config.vocab_size).write(path, lm.fingerprint, {})
     return str(path)
 
 
@@ -187,7 +187,7 @@ def test_rows_are_gathered_once_and_another_choice_compiles_nothing(lm, tmp_path
         return lm.drafter("layerskip", exit_layer=1, **options)[1]["vocabulary"]
 
     assert few(draft_vocab=6) is few(draft_vocab=6) is few(draft_vocab="6")
-    other = write(tmp_path / "other.json", lm, Ranking((0, 10), (5, 3, 2, 9), 50))
+    other = write(tmp_path / "other.json", lm, Ranking((0, 10), (5, 3, 2, 9), 50, 13))
     assert few(draft_vocab=other).ids.tolist() == [0, 2, 3, 5, 9, 10]
     assert few(draft_vocab=tmp_path / "other.json") is few(draft_vocab=other)
     counts = []
@@ -245,9 +245,9 @@ def test_a_model_without_a_ranking_says_how_to_make_one(tmp_path):
 
 def test_a_ranking_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "v.json"
-    write_vocabulary(path, "print", 13, RANKING, {"command": "x"})
+    RANKING.write(path, "print", {"command": "x"})
     read = read_vocabulary(path, "print", 13)
-    assert dataclasses.replace(read, source=RANKING.source) == RANKING
+    assert read == RANKING
     assert json.loads(path.read_text())["format"] == "jaxspec.vocab/1"
     assert (len(read), read.first(2).tolist(), read.first(4).tolist()) == (9, [0, 10], [0, 1, 10, 12])
     assert read.first().tolist() == sorted((0, 10, 1, 12, 7, 6, 2, 9, 4))
@@ -258,10 +258,10 @@ def test_a_ranking_is_read_as_it_was_written(tmp_path):
     [
         (
             {"format": "jaxspec.plan/1"},
-            "has the format jaxspec.plan/1, expected jaxspec.vocab/1: not a ranking",
+            "has the format jaxspec.plan/1, expected jaxspec.vocab/1; make one with `jaxspec vocab`",
         ),
         ({"model": "0"}, "belongs to another model (0, this one is print); make one with `jaxspec vocab`"),
-        ({"vocab_size": 12}, "ranks a vocabulary of 12 tokens, the model has 13"),
+        ({"vocab_size": 14}, "ranks a vocabulary of 14 tokens, the model has 13"),
         ({"ids": None}, "has None in `ids`, expected a list, each entry a whole number"),
         ({"ids": [1, 13]}, "has the token 13; expected ids from 0 to 12, each once"),
         ({"ids": [1, 10]}, "has a token twice; expected ids from 0 to 12, each once"),
@@ -271,7 +271,7 @@ def test_a_ranking_is_read_as_it_was_written(tmp_path):
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(tmp_path, change, message):
     path = tmp_path / "v.json"
-    write_vocabulary(path, "print", 13, RANKING, {})
+    RANKING.write(path, "print", {})
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         read_vocabulary(path, "print", 13)
@@ -282,7 +282,7 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(tmp_path, change, messa
 def test_a_file_of_something_else_is_refused_in_one_line(tmp_path, field):
     path = tmp_path / "v.json"
     for value in [*JUNK, [0.5], [1, True]]:
-        write_vocabulary(path, "print", 13, RANKING, {})
+        RANKING.write(path, "print", {})
         path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
         try:
             read_vocabulary(path, "print", 13)
@@ -300,7 +300,7 @@ def test_a_file_of_something_else_is_refused_in_one_line(tmp_path, field):
 def test_tokens_are_counted_and_ranked(tmp_path):
     lm = tiny.language_model()
     ranking, counts = token_counts.rank(lm, [[0, 1, 7, 7], [0, 12, 7, 12]])
-    assert ranking == Ranking((0, 10), (7, 12, 1), 8)
+    assert ranking == Ranking((0, 10), (7, 12, 1), 8, 13)
     assert counts.tolist() == [2, 1, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 2]
     assert token_counts.coverage(ranking, counts) == {2: 0.25, 4: 0.875, 5: 1.0}
     assert token_counts.rank(lm, [[1, 7, 7]], size=3)[0].ids == (7,)

@@ -130,8 +130,8 @@ def folder(tmp_path_factory):
     assert sft.main(shape) == 0
     size = huggingface.read_config(folder / "target").vocab_size
     for name, tokens in (("part", size - 40), ("other", size - 50)):
-        ranking = vocabulary_file.Ranking((0, 1), tuple(range(tokens - 1, 1, -1)), 99)
-        vocabulary_file.write_vocabulary(folder / f"{name}.json", "some target", size, ranking, {})
+        ranking = vocabulary_file.Ranking((0, 1), tuple(range(tokens - 1, 1, -1)), 99, size)
+        ranking.write(folder / f"{name}.json", "some target", {})
     return folder
 
 

@@ -141,7 +141,7 @@ def draft_tokens(
     size, vocab_size = options.draft_vocab_size, target.config.vocab_size
     if options.draft_vocab is not None:
         ranking = vocabulary_file.read_vocabulary(options.draft_vocab, target.fingerprint, vocab_size)
-        return ranking.first(size, "draft_vocab_size")
+        return ranking.first(size, "draft_vocab_size", options.draft_vocab)
     if size is None or size == vocab_size:
         return None
     if size > vocab_size:
@@ -317,9 +317,8 @@ def _export(options: Options, trained: Trained, held_out: Kinds, console: Consol
         found = [played_rounds(text.token_records) for text in written]
         about = {"command": "python -m training.heads", "texts": len(found)}
         path, shares = options.output / acceptance_file.NAME, accepted_shares(found)
-        acceptance_file.write_acceptance(
-            path, trained.target, {options.kind: shares} if shares else {}, about
-        )
+        accepted = {options.kind: acceptance_file.Accepted(shares)} if shares else {}
+        acceptance_file.Acceptances(accepted).write(path, trained.target, about)
         taken = [texts for one in decoded.values() for texts in one.drafted]
         console.print(
             f"held-out prompts, greedy: {acceptance(taken)['mean_acceptance_length']:.2f} tokens per round"

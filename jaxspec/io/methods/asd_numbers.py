@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxspec.io.records import ModelRecord
 from jaxspec.model.config import MAX_LAYERS
 
 
 @dataclasses.dataclass(frozen=True)
-class ASDNumbers:
+class ASDNumbers(ModelRecord):
     """The parameters of ASD's layer skipping: α, m and n of Metel et al. 2024, Algorithm 1.
 
     Attributes:
@@ -20,6 +21,7 @@ class ASDNumbers:
       ValueError: α is not in (0, 1], or m or n is negative or more than any model's layers.
     """
 
+    FORMAT, MADE_BY = "jaxspec.asd/1", "jaxspec tune --method asd"
     alpha: float = 0.985
     every: int = dataclasses.field(default=3, metadata={"metavar": "M"})
     keep_last: int = 2

@@ -20,12 +20,11 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from jaxspec.host.files import no_file, read_json, write_json
+from jaxspec.host.files import no_file
 from jaxspec.host.messages import brief_errors
 from jaxspec.io import tensors
 from jaxspec.io.hf.layout import leaves
-from jaxspec.io.methods.asd_numbers import ASDNumbers
-from jaxspec.io.records import record
+from jaxspec.io.records import ModelRecord, check_origin
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.lora import unadapted
@@ -33,8 +32,7 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import fetched, without_copies
 from jaxspec.sampling import is_greedy
 
-PLAN_FORMAT, ASD_FORMAT, PROBE_FORMAT = "jaxspec.plan/1", "jaxspec.asd/1", "jaxspec.probe/1"
-THRESHOLDS_FORMAT = "jaxspec.thresholds/1"
+PROBE_FORMAT = "jaxspec.probe/1"
 # Their names beside a model.
 PLAN_NAME, ASD_NAME, PROBES_NAME = "jaxspec.plan.json", "jaxspec.asd.json", "probes"
 THRESHOLDS_NAME = "thresholds"
@@ -80,17 +78,22 @@ class ProbeFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Skipped:
-    """The 0-based layers in a plan's file."""
+class _Plan(ModelRecord):
+    """A plan's file, with 0-based layers."""
 
+    FORMAT, MADE_BY = "jaxspec.plan/1", "jaxspec search"
+    num_layers: int
     skip_attention: tuple[int, ...]
     skip_mlp: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Thresholds:
-    """The numbers in a file of thresholds, one for each exit."""
+class _Thresholds(ModelRecord):
+    """A file of thresholds, one for each exit."""
 
+    FORMAT, MADE_BY, MODEL = "jaxspec.thresholds/1", "jaxspec tune --method s2d", "target"
+    draft: str
+    exits: tuple[int, ...]
     thresholds: tuple[float, ...]
 
 
@@ -159,8 +162,7 @@ def _sampled_rows(config: LlamaConfig, params: Params) -> list[jax.Array]:
 
 def write_plan(path: str | os.PathLike[str], model: str, plan: LayerPlan, found_by: dict[str, Any]) -> None:
     """Writes a plan; `model` is the model's fingerprint, `found_by` describes the search."""
-    skipped = {"skip_attention": list(plan.skip_attention), "skip_mlp": list(plan.skip_mlp)}
-    write_found(path, PLAN_FORMAT, found_by, model=model, num_layers=plan.num_layers, **skipped)
+    _Plan(plan.num_layers, plan.skip_attention, plan.skip_mlp).write(path, model, found_by)
 
 
 @brief_errors()
@@ -170,16 +172,14 @@ def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> Laye
     Raises:
       FileNotFoundError, ValueError: the file is missing, damaged or of another model; one line with the remedy.
     """
-    content = read_format(path, PLAN_FORMAT, "a plan")
-    if content.get("num_layers") != num_layers:
+    found = _Plan.read(path, model)
+    if found.num_layers != num_layers:
         raise ValueError(
-            f"{path} is a plan for {content.get('num_layers')} layers, the model has {num_layers}; "
-            "make one with `jaxspec search`"
+            f"{path} is a plan for {found.num_layers} layers, the model has {num_layers}; make one with "
+            f"`{_Plan.MADE_BY}`"
         )
-    check_model(path, content.get("model"), model, "jaxspec search")
-    skipped = record(_Skipped, content, str(path))
     try:
-        plan = LayerPlan.skipping(num_layers, skipped.skip_attention, skipped.skip_mlp)
+        plan = LayerPlan.skipping(num_layers, found.skip_attention, found.skip_mlp)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     check_plan(plan, str(path))
@@ -190,25 +190,6 @@ def check_plan(plan: LayerPlan, name: str) -> None:
     """Refuses a plan that skips every sublayer: a draft would then depend on its last token only."""
     if not any(attention or mlp for attention, mlp in plan.run):
         raise ValueError(f"{name} skips every sublayer; a draft must run at least one")
-
-
-def write_asd(
-    path: str | os.PathLike[str], model: str, numbers: ASDNumbers, found_by: dict[str, Any]
-) -> None:
-    """Writes ASD's numbers for the model of this fingerprint."""
-    write_found(path, ASD_FORMAT, found_by, model=model, **dataclasses.asdict(numbers))
-
-
-@brief_errors()
-def read_asd(path: str | os.PathLike[str], model: str) -> ASDNumbers:
-    """Returns ASD's numbers in a file, checked to be for this model.
-
-    Raises:
-      FileNotFoundError, ValueError: the file is missing, damaged or of another model; one line with the remedy.
-    """
-    content = read_format(path, ASD_FORMAT, "a file of ASD's numbers")
-    check_model(path, content.get("model"), model, "jaxspec tune --method asd")
-    return record(ASDNumbers, content, str(path))
 
 
 def distribution_name(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> str:
@@ -268,9 +249,7 @@ def read_probe(
             v, b = np.asarray(file.get_tensor("v"), np.float32), float(file.get_tensor("b"))
     except (safetensors.SafetensorError, TypeError, ValueError):
         raise ValueError(f"{path} is not a probe: expected safetensors with v and b") from None
-    if metadata.get("format") != PROBE_FORMAT:
-        raise ValueError(f"{path} has the format {metadata.get('format')}, expected {PROBE_FORMAT}")
-    check_model(path, metadata.get("model"), model, "python -m training.probe")
+    check_origin(path, metadata, PROBE_FORMAT, "python -m training.probe", model)
     if metadata.get("exit_layer") != str(exit_layer):
         raise ValueError(
             f"{path} is a probe of exit layer {metadata.get('exit_layer')}, the draft exits after {exit_layer}; "
@@ -310,8 +289,7 @@ def write_thresholds(
 
     `target` and `draft` are fingerprints.
     """
-    of = {"target": target, "draft": draft, "exits": list(exits), "thresholds": [*thresholds, 0.0]}
-    write_found(path, THRESHOLDS_FORMAT, found_by, **of)
+    _Thresholds(draft, tuple(exits), (*thresholds, 0.0)).write(path, target, found_by)
 
 
 @brief_errors()
@@ -323,46 +301,16 @@ def read_thresholds(
     Raises:
       FileNotFoundError, ValueError: the file is missing, damaged or does not fit; one line with the remedy.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{no_file(path)}; make thresholds with `jaxspec tune --method s2d`")
-    content = read_format(path, THRESHOLDS_FORMAT, "a file of thresholds")
-    check_model(path, content.get("target"), target, "jaxspec tune --method s2d")
-    if content.get("draft") != draft or content.get("exits") != list(exits):
+    found, made_by = _Thresholds.read(path, target), _Thresholds.MADE_BY
+    if (found.draft, found.exits) != (draft, tuple(exits)):
         raise ValueError(
-            f"{path} is for another draft ({content.get('draft')} with exits {content.get('exits')}, this one is "
-            f"{draft} with {list(exits)}); make one with `jaxspec tune --method s2d`"
+            f"{path} is for another draft ({found.draft} with exits {list(found.exits)}, this one is "
+            f"{draft} with {list(exits)}); make one with `{made_by}`"
         )
-    numbers = record(_Thresholds, content, str(path)).thresholds
+    numbers = found.thresholds
     if len(numbers) != len(exits) or numbers[-1] != 0 or not all(0 <= number <= 1 for number in numbers):
         raise ValueError(
             f"{path} has the thresholds {list(numbers)}; expected a number from 0 to 1 for each of {len(exits)} exits, "
-            "0 for the last; make them with `jaxspec tune --method s2d`"
+            f"0 for the last; make them with `{made_by}`"
         )
     return list(numbers[:-1])
-
-
-def write_found(path: str | os.PathLike[str], form: str, found_by: dict[str, Any], **content: Any) -> None:
-    """Writes a JSON file of a command: its format, what it found, and how."""
-    write_json(path, {"format": form, **content, "found_by": found_by})
-
-
-@brief_errors()
-def read_format(path: str | os.PathLike[str], form: str, what: str) -> dict[str, Any]:
-    """Returns the object in a JSON file of the format `form`; `what` names the expected content, for the message.
-
-    Raises:
-      FileNotFoundError, ValueError: there is no such file, or it has another format; one line.
-    """
-    content = read_json(path)
-    if content.get("format") != form:
-        raise ValueError(f"{path} has the format {content.get('format')}, expected {form}: not {what}")
-    return content
-
-
-@brief_errors()
-def check_model(path: str | os.PathLike[str], found: Any, model: str, remedy: str) -> None:
-    """Refuses a file of another model than this fingerprint's; `remedy` is the command that makes such a file."""
-    if found != model:
-        raise ValueError(
-            f"{path} belongs to another model ({found}, this one is {model}); make one with `{remedy}`"
-        )

@@ -7,14 +7,16 @@ prompts are used for all other models.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
 import re
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxspec.host.files import read_json
+from jaxspec.io.records import record
 
 # Prompts to choose settings with, or to report speeds on.
 Split = Literal["tuning", "reporting"]
@@ -22,6 +24,22 @@ Split = Literal["tuning", "reporting"]
 KINDS = ("stories", "mathematics", "code", "copy-edit")
 # File name in a model's directory, and in this package.
 NAME, _OWN = "jaxspec.prompts.json", "prompts.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompts:
+    """The content of a file of prompts: texts by kind of work, of each split."""
+
+    tuning: Mapping[str, tuple[str, ...]]
+    reporting: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        for split, kinds in vars(self).items():
+            if not kinds or not all(texts and all(map(is_text, texts)) for texts in kinds.values()):
+                raise ValueError(
+                    f"{split} is not a list of prompts for each kind of work; correct it, or delete it to use the "
+                    "project's prompts"
+                )
 
 
 def load(split: Split = "reporting", directory: Path | None = None) -> dict[str, tuple[str, ...]]:
@@ -38,21 +56,8 @@ def load(split: Split = "reporting", directory: Path | None = None) -> dict[str,
       >>> tuple(load()) == KINDS
       True
     """
-    if directory is None or not (directory / NAME).is_file():
-        return _own()[split]
-    content = read_json(directory / NAME)
-    for part in get_args(Split):
-        if not _is_by_kind(content.get(part)):
-            raise ValueError(
-                f"{directory / NAME}: {part} is not a list of prompts for each kind of work; correct "
-                "it, or delete it to use the project's prompts"
-            )
-    return _tuples(content[split])
-
-
-def sample(each: int, directory: Path | None = None, split: Split = "reporting") -> tuple[str, ...]:
-    """The first `each` prompts of every kind; see `load` for the other arguments."""
-    return tuple(prompt for prompts in load(split, directory).values() for prompt in prompts[:each])
+    own = directory is not None and (directory / NAME).is_file()
+    return dict(getattr(_read(directory / NAME) if directory and own else _projects(), split))
 
 
 def is_text(value: Any) -> bool:
@@ -65,20 +70,11 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
+def _read(path: Path) -> _Prompts:
+    return record(_Prompts, read_json(path), str(path))
+
+
 @functools.cache
-def _own() -> dict[str, dict[str, tuple[str, ...]]]:
-    content = json.loads(
-        resources.files("jaxspec.measuring.bench").joinpath(_OWN).read_text(encoding="utf-8")
-    )
-    return {split: _tuples(kinds) for split, kinds in content.items()}
-
-
-def _tuples(kinds: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    return {kind: tuple(texts) for kind, texts in kinds.items()}
-
-
-def _is_by_kind(part: Any) -> bool:
-    lists = list(part.values()) if isinstance(part, dict) else []
-    return bool(lists) and all(
-        isinstance(texts, list) and texts and all(is_text(text) for text in texts) for texts in lists
-    )
+def _projects() -> _Prompts:
+    with resources.as_file(resources.files("jaxspec.measuring.bench") / _OWN) as path:
+        return _read(path)

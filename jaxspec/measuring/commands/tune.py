@@ -98,7 +98,7 @@ class Tune:
 
     def _asd(self, lm: LanguageModel, progress: Progress) -> tuple[Path, dict[str, Any]]:
         from jaxspec.io.methods.asd_numbers import ASDNumbers
-        from jaxspec.io.methods.method_files import ASD_NAME, write_asd
+        from jaxspec.io.methods.method_files import ASD_NAME
         from jaxspec.measuring.tuning.asd_sweep import tune_asd
         from jaxspec.measuring.tuning.texts import read_prompts
 
@@ -110,7 +110,7 @@ class Tune:
         best = report["results"][0]
         numbers = ASDNumbers(best["alpha"], best["every"], best["keep_last"])
         found_by = self._found_by(lm, prompts, report, dataclasses.asdict(numbers))
-        write_asd(output, lm.fingerprint, numbers, found_by)
+        numbers.write(output, lm.fingerprint, found_by)
         return output, {"prompts": len(prompts), **report}
 
     def _s2d(self, lm: LanguageModel, progress: Progress) -> tuple[Path, dict[str, Any]]:

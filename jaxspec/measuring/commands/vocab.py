@@ -67,7 +67,7 @@ class Vocab:
             raise ValueError(f"{foreign[0]} belongs to --generate; give both or neither")
         with Progress() as progress:
             progress("loading the model")
-            from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME, write_vocabulary
+            from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME
             from jaxspec.measuring.tuning.token_counts import coverage, encoded, rank
 
             lm = self.model.load()
@@ -81,7 +81,7 @@ class Vocab:
                 "texts_generated": len(written),
                 "tokens_generated": sum(map(len, written)),
             }
-            write_vocabulary(output, lm.fingerprint, lm.config.vocab_size, ranking, found_by)
+            ranking.write(output, lm.fingerprint, found_by)
         report = {
             "model": lm.name,
             "vocab_size": lm.config.vocab_size,

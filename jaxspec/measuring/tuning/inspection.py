@@ -79,7 +79,9 @@ def inspect_model(
       ValueError: there is no prompt, a prompt is empty or too long, or an error of `lm.generate`.
     """
     asd = asd or ASDNumbers()
-    prompts = prompt_set.sample(2, lm.directory) if prompts is None else prompts
+    if prompts is None:
+        own = prompt_set.load(directory=lm.directory).values()
+        prompts = [prompt for texts in own for prompt in texts[:2]]
     ids = [_encode(lm, prompt) for prompt in prompts]
     budgets = [_budget(lm, len(one), max_new_tokens) for one in ids]
     on_progress("generating")

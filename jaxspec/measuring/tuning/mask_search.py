@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
+from jaxspec.io import records
 from jaxspec.measuring.line_log import LineLog
 from jaxspec.measuring.tuning.masks import MaskSpace
 from jaxspec.measuring.tuning.objectives import Agreement
@@ -213,8 +214,7 @@ class _Record:
         """The costs measured at the start of the search and used for all its trials; None if the log has none."""
         for entry in self._log.entries:
             if "costs" in entry:
-                given = entry["costs"]
-                return Costs(**{**given, "verify_ms": tuple((rows, ms) for rows, ms in given["verify_ms"])})
+                return records.record(Costs, entry["costs"], str(self._log.path))
         return None
 
     def add_costs(self, costs: Costs) -> None:

@@ -103,7 +103,7 @@ def rank(
                 f"give {max(1, len(always))} to {len(always) + len(ids)}, or count more text"
             )
         ids = ids[: size - len(always)]
-    return Ranking(tuple(always), tuple(ids), total), counts
+    return Ranking(tuple(always), tuple(ids), total, len(counts)), counts
 
 
 def coverage(ranking: Ranking, counts: np.ndarray) -> dict[int, float]:
