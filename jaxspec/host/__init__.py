@@ -2,7 +2,7 @@
 
 - `files`, `lock`: atomic files and locks.
 - `user_cache`: the directory of the cache.
-- `processes`, `mesh_text`: several processes, and the text form of a mesh.
+- `processes`: several processes of one command.
 - `arguments`, `messages`: checks of arguments, and texts of errors.
 - `extras`: optional dependencies.
 - `progress`: the line on standard error that shows what takes long.

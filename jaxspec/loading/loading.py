@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.host import processes
-from jaxspec.host.mesh_text import parse_mesh
+from jaxspec.host.arguments import parse_mesh
 from jaxspec.host.messages import shown
 from jaxspec.host.progress import Progress
 from jaxspec.io import checkpoint

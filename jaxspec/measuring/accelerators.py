@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 
-from jaxspec.host.mesh_text import parse_mesh
+from jaxspec.host.arguments import parse_mesh
 from jaxspec.host.messages import shown
 
 # Operations of a decoding step after XLA's fusion, per layer and outside the layers, counted in a GPU's program.
