@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxspec.engine import prepare
 from jaxspec.engine.language_model import LanguageModel
@@ -17,39 +17,11 @@ from jaxspec.methods import Method
 from jaxspec.programs.jax_settings import needed
 from jaxspec.texts.generation_options import GenerationOptions
 from jaxspec.texts.requests import RowRequest, needs_sampling, read_requests
-from jaxspec.texts.results import Piece, Result
+from jaxspec.texts.results import Piece
 from jaxspec.texts.row_settings import Shapes
 
 # The groups without requests whose drafters are kept for later requests.
 IDLE_GROUPS = 16
-
-
-class Event(NamedTuple):
-    """The progress of one request in one step.
-
-    Attributes:
-      id: the result of `Scheduler.add`.
-      piece: the new text and tokens; its `index` is `id`. None if the request ended with an error.
-      error: the error of the step, such as too little memory, which ended all requests of the group; else None.
-
-    Examples:
-      >>> Event(3, None, MemoryError("no memory")).ended
-      True
-    """
-
-    id: int
-    piece: Piece | None
-    error: Exception | None = None
-
-    @property
-    def result(self) -> Result | None:
-        """The complete result, in the last event of a request; else None."""
-        return None if self.piece is None else self.piece.result
-
-    @property
-    def ended(self) -> bool:
-        """Whether this is the last event of the request."""
-        return self.error is not None or self.result is not None
 
 
 @dataclasses.dataclass
@@ -97,8 +69,8 @@ class Scheduler:
       >>> number = scheduler.add("ab", max_new_tokens=6, method="ngram")
       >>> text = ""
       >>> while not scheduler.idle:
-      ...     for event in scheduler.step():
-      ...         text += event.piece.text
+      ...     for number, piece in scheduler.step():
+      ...         text += piece.text
       >>> text
       'ab adeab a'
     """
@@ -151,7 +123,7 @@ class Scheduler:
           **options: the other options of `LanguageModel.generate`, without `n` and `max_batch`.
 
         Returns:
-          The id of the request in its events.
+          The id of the request in the results of `step`.
 
         Raises:
           ValueError, FileNotFoundError: as `LanguageModel.generate`; or several prompts are given.
@@ -204,7 +176,7 @@ class Scheduler:
           >>> compiled = lm.executables.num_compilations
           >>> number = scheduler.add("ab", max_new_tokens=6, method="ngram", temperature=0.5)
           >>> while not scheduler.idle:
-          ...     events = scheduler.step()
+          ...     pieces = scheduler.step()
           >>> lm.executables.num_compilations - compiled
           0
         """
@@ -219,13 +191,17 @@ class Scheduler:
             self.cancel(number)
 
     def cancel(self, id: int) -> None:
-        """Ends a request without further events; its row is free before the next step. Ended requests are ignored."""
+        """Ends a request without further pieces; its row is free before the next step. Ended requests are ignored."""
         if id in self._group_of:
             self._group_of[id].texts.cancel(id)
             self._forget(id)
 
-    def step(self) -> list[Event]:
-        """Runs one host poll of one group, and returns its new texts; [] if there is no request or nothing new."""
+    def step(self) -> list[tuple[int, Piece | Exception]]:
+        """Runs one host poll of one group, and returns its new pieces, each after the id of its request.
+
+        The last piece of a request has its result. An error, such as too little memory, ends all requests of the group:
+        each has the error in place of a piece. The list is empty if there is no request or nothing new.
+        """
         keys = [key for key, group in self._groups.items() if group.ids]
         if not keys:
             return []
@@ -233,20 +209,20 @@ class Scheduler:
         self._groups.move_to_end(key)
         return self._step(key, self._groups[key])
 
-    def _step(self, key: Any, group: _Group) -> list[Event]:
+    def _step(self, key: Any, group: _Group) -> list[tuple[int, Piece | Exception]]:
         try:
             pieces = group.texts.step(self._max_rounds)
         except Exception as error:
             # The caches of the group may be gone; the other groups go on.
             del self._groups[key]
-            ended = [Event(number, None, error) for number in group.ids]
-            for number in list(group.ids):
+            ended = list(group.ids)
+            for number in ended:
                 self._forget(number)
-            return ended
+            return [(number, error) for number in ended]
         for piece in pieces:
             if piece.result is not None:
                 self._forget(piece.index)
-        return [Event(piece.index, piece) for piece in pieces]
+        return [(piece.index, piece) for piece in pieces]
 
     def _forget(self, number: int) -> None:
         self._group_of.pop(number).ids.remove(number)

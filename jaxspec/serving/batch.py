@@ -141,11 +141,11 @@ class Batch:
                     self._begin(line, results)
             if not self._running:
                 return self.counts
-            for event in self._scheduler.step():
-                if event.error is not None:
-                    self._fail(event.id, str(event.error), results)
-                elif event.result is not None and event.id in self._running:
-                    self._take(event.id, event.result, results)
+            for number, piece in self._scheduler.step():
+                if isinstance(piece, Exception):
+                    self._fail(number, str(piece), results)
+                elif piece.result is not None and number in self._running:
+                    self._take(number, piece.result, results)
             results.look()
             on_look(self.counts)
 

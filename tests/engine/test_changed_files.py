@@ -53,10 +53,10 @@ def schedule(lm):
 
     def use(method):
         scheduler.add("dabd", method=method, **OPTIONS)
-        events = []
+        pieces = []
         while not scheduler.idle:
-            events += scheduler.step()
-        return events[-1].result
+            pieces += scheduler.step()
+        return pieces[-1][1].result
 
     return use
 

@@ -208,7 +208,7 @@ def test_requests_of_a_scheduler(name, monkeypatch):
     fed = fed_by(lm, monkeypatch)
     numbers = [scheduler.add(prompt, method=method, **OPTIONS) for prompt in prompts]
     while not scheduler.idle:
-        results |= {event.id: event.result for event in scheduler.step() if event.result is not None}
+        results |= {number: piece.result for number, piece in scheduler.step() if piece.result is not None}
     check_equal(name, [results[number] for number in numbers], fresh)
     assert sum(fed) < 22 + 8 + 11 + 4 + 4 + 101 + 3 + 2 + 20  # not more than 20 tokens twice
 

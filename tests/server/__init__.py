@@ -16,7 +16,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.engine.scheduler import Event, Scheduler
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method, registry
 from jaxspec.serving.server.answers import scores_of
@@ -47,7 +47,10 @@ class FakeScheduler:
       gate: steps wait for it.
       fails: raised by the next step.
       breaks: the id of a request that ends with an error.
+      pause_s: the time of a step.
     """
+
+    pause_s = 0.001
 
     def __init__(self) -> None:
         self.rows: dict[int, list[int]] = {}
@@ -78,25 +81,30 @@ class FakeScheduler:
         self.cancelled_at = self.steps
         self.rows.pop(id, None)
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[tuple[int, Piece | Exception]]:
         self.gate.wait()
-        time.sleep(0.001)
+        time.sleep(self.pause_s)
         self.steps += 1
         if self.fails is not None:
             raise self.fails
-        events = []
+        pieces: list[tuple[int, Piece | Exception]] = []
         for number, row in list(self.rows.items()):
             row[1] += 1
-            statistics = Statistics(row[1], row[1], 0, 0, 0, (0,), 1.0, 1.0, 0.0, num_prompt_tokens=1)
-            token, result = Token(2), None
-            if row[0] == row[1]:
-                result = Result("a" * row[1], [token] * row[1], "length", statistics)
+            piece = self.piece(number, *row)
+            pieces.append((number, MemoryError("no memory") if number == self.breaks else piece))
+            if piece.result is not None or number == self.breaks:
                 del self.rows[number]
-            events.append(Event(number, Piece(number, "a", [token], statistics, result)))
-            if number == self.breaks:
-                self.rows.pop(number, None)
-                events[-1] = Event(number, None, MemoryError("no memory"))
-        return events
+        return pieces
+
+    def piece(self, number: int, budget: int, count: int) -> Piece:
+        result = (
+            Result("a" * count, [Token(2)] * count, "length", counted(count)) if count == budget else None
+        )
+        return Piece(number, "a", [Token(2)], counted(count), result)
+
+
+def counted(count: int) -> Statistics:
+    return Statistics(count, count, 0, 0, 0, (0,), 1.0, 1.0, 0.0, num_prompt_tokens=1)
 
 
 class Scripted(FakeScheduler):
@@ -106,6 +114,8 @@ class Scripted(FakeScheduler):
       tokenizer: the tokenizer.
       ids: the tokens; those of several answers are chosen by the seed of a request.
     """
+
+    pause_s = 0.0
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int] | Sequence[Sequence[int]]) -> None:
         super().__init__()
@@ -122,22 +132,13 @@ class Scripted(FakeScheduler):
         self._answers[number] = self._ids[arguments["seed"]] if several else self._ids
         return number
 
-    def step(self) -> list[Event]:
-        self.gate.wait()
-        events = []
-        for number, row in list(self.rows.items()):
-            token = Token(self._answers[number][row[1]], log_prob=-1.0 - row[1])
-            row[1] += 1
-            new_text, text = self._texts[number]
-            gained, _, stopped = text.push([token.id], row[1] == row[0])
-            statistics = Statistics(row[1], row[1], 0, 0, 0, (0,), 1.0, 1.0, 0.0, num_prompt_tokens=1)
-            result = None
-            if stopped or row[1] == row[0]:
-                result = Result(text.text, [token], "stop" if stopped else "length", statistics)
-                del self.rows[number]
-            piece = Piece(number, gained, [token], statistics, result, new_text=new_text)
-            events.append(Event(number, piece))
-        return events
+    def piece(self, number: int, budget: int, count: int) -> Piece:
+        token = Token(self._answers[number][count - 1], log_prob=-float(count))
+        new_text, text = self._texts[number]
+        gained, _, stopped = text.push([token.id], count == budget)
+        ends = stopped or count == budget
+        result = Result(text.text, [token], "stop" if stopped else "length", counted(count)) if ends else None
+        return Piece(number, gained, [token], counted(count), result, new_text=new_text)
 
 
 def application(

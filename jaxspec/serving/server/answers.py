@@ -13,7 +13,8 @@ from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
 from jaxspec.methods import Method, registry
 from jaxspec.serving.openai import FINISH_REASONS, ApiRequest, BadField, Part, scored
-from jaxspec.serving.server.engine_thread import Job, News, Unavailable
+from jaxspec.serving.server.engine_thread import Job, Pieces
+from jaxspec.serving.server.refusals import Refused
 from jaxspec.serving.translation import Choice, Prompts, used
 from jaxspec.texts.results import Score
 from jaxspec.texts.text import TokenText
@@ -145,18 +146,18 @@ class Answer:
         self._choices = [Choice(part.index, self._request.logprobs, offset=len(part.text)) for part in parts]
         return parts
 
-    def parts(self, news: News) -> list[Part]:
+    def parts(self, pieces: Pieces) -> list[Part]:
         """Returns the text of new pieces; before the first ones, the prompts if the request asks for them.
 
         Raises:
-          Unavailable: the model's logits are not finite.
+          Refused: the model's logits are not finite.
         """
         parts = self._echoed() if self._request.echo and not self._begun else []
         self._begun = True
-        for row, piece in news:
+        for row, piece in pieces:
             result = piece.result
             if result is not None and result.error is not None:
-                raise Unavailable(result.error, 500, "engine_error")
+                raise Refused(500, result.error, code="engine_error")
             part = self._choices[row].part(piece)
             if part != Part(row, tokens=[]):
                 parts.append(part)

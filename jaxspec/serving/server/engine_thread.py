@@ -12,9 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from jaxspec.engine.scheduler import Event
+from jaxspec.engine.scheduler import Scheduler
+from jaxspec.serving.server.refusals import Refused
 from jaxspec.texts.results import Piece, Result, Score
 
 _LOG = logging.getLogger(__name__)
@@ -22,48 +23,14 @@ _LOG = logging.getLogger(__name__)
 _JOIN_S = 5.0
 # The most tokens of prompts that are scored between two steps, unless one prompt has more.
 _SCORED_TOKENS = 512
-# The number of a row in its job, and its new piece.
-News = list[tuple[int, Piece]]
-
-
-class Unavailable(Exception):
-    """The server cannot answer a request.
-
-    Attributes:
-      status: the status of the response: 429 (the queue is full), 500 or 503.
-      code: a short name of the reason.
-    """
-
-    def __init__(self, message: str, status: int, code: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-
-
-class Runs(Protocol):
-    """The part of `Scheduler` that the thread uses."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is no request."""
-
-    @property
-    def num_running(self) -> int:
-        """The number of requests with a row."""
-
-    def add(self, **arguments: Any) -> int:
-        """Adds a request and returns its id."""
-
-    def cancel(self, id: int) -> None:
-        """Ends a request without further events."""
-
-    def step(self) -> list[Event]:
-        """Runs some rounds, and returns the new texts."""
+# New pieces of a job, each after its row.
+Pieces: TypeAlias = list[tuple[int, Piece]]
 
 
 class Observer(Protocol):
     """Counts what happens to jobs; called in the event loop."""
 
-    def took(self, job: Job, news: News) -> None:
+    def took(self, job: Job, pieces: Pieces) -> None:
         """Takes new pieces."""
 
     def left(self, job: Job) -> None:
@@ -116,33 +83,32 @@ class Job:
         self.arrived = time.perf_counter()
         self.timings = [Timing() for _ in rows]
         # Without a limit: a text is small, and the engine thread must not wait for a slow reader.
-        self._news: asyncio.Queue[News | Exception] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Pieces | Exception] = asyncio.Queue()
 
     @property
     def ended(self) -> bool:
         """Whether each text has its result."""
         return all(timing.result is not None for timing in self.timings)
 
-    def put(self, news: News | Exception) -> None:
-        """Gives news to the reader."""
-        self._news.put_nowait(news)
+    def put(self, pieces: Pieces | Exception) -> None:
+        """Gives new pieces, or the error that ends the job, to the reader."""
+        self._pieces.put_nowait(pieces)
 
-    async def news(self) -> AsyncIterator[News]:
+    async def pieces(self) -> AsyncIterator[Pieces]:
         """Yields [] when the scheduler has accepted the job, then new pieces, up to the results of all texts.
 
         Raises:
           ValueError, OSError: the scheduler has refused the job.
-          Unavailable: the server cannot finish it.
+          Refused: the server cannot finish it.
         """
         missing = len(self.rows)
-        accepted = False
-        while missing or not accepted:
-            news = await self._news.get()
-            if isinstance(news, Exception):
-                raise news
-            missing -= sum(piece.result is not None for _, piece in news)
-            accepted = True
-            yield news
+        pieces: Pieces | Exception | None = None
+        while missing or pieces is None:
+            pieces = await self._pieces.get()
+            if isinstance(pieces, Exception):
+                raise pieces
+            missing -= sum(piece.result is not None for _, piece in pieces)
+            yield pieces
 
 
 class EngineThread:
@@ -164,7 +130,7 @@ class EngineThread:
 
     def __init__(
         self,
-        make: Callable[[], Runs],
+        make: Callable[[], Scheduler],
         max_open: int,
         observer: Observer | None = None,
         score: Callable[[Sequence[Sequence[int]]], Sequence[Score]] | None = None,
@@ -199,19 +165,19 @@ class EngineThread:
         """Gives a job to the thread; the caller calls `leave` in the end.
 
         Raises:
-          Unavailable: the queue is full, the thread has ended, or the server is shutting down.
+          Refused: the queue is full, the thread has ended, or the server is shutting down.
         """
         job = Job(rows, to_score)
         with self._lock:
             if self.error is not None:
                 raise _dead(self.error)
             if self._closing:
-                raise Unavailable("the server is shutting down", 503, "shutting_down")
+                raise Refused(503, "the server is shutting down", code="shutting_down")
             if self.num_open + len(rows) > self.max_open:
-                raise Unavailable(
-                    f"{self.num_open} texts are running or waiting, and {self.max_open} are possible; try again later",
+                raise Refused(
                     429,
-                    "queue_full",
+                    f"{self.num_open} texts are running or waiting, and {self.max_open} are possible; try again later",
+                    code="queue_full",
                 )
             self.num_open += len(rows)
             self._commands.put(functools.partial(self._add, job))
@@ -234,9 +200,8 @@ class EngineThread:
 
     def _give_up(self) -> None:
         for job in self._jobs:
-            job.put(
-                Unavailable("the server is shutting down; the text is not complete", 503, "shutting_down")
-            )
+            said = "the server is shutting down; the text is not complete"
+            job.put(Refused(503, said, code="shutting_down"))
 
     async def stop(self) -> None:
         """Ends the thread after its current step."""
@@ -244,7 +209,7 @@ class EngineThread:
         self._commands.put(None)
         await self._loop.run_in_executor(None, self._thread.join, _JOIN_S)
 
-    def _arrive(self, news: Mapping[Job, News | Exception]) -> None:
+    def _arrive(self, news: Mapping[Job, Pieces | Exception]) -> None:
         now = time.perf_counter()
         for job, new in news.items():
             if job not in self._jobs:
@@ -338,29 +303,29 @@ class EngineThread:
             with self._lock:
                 self.num_open -= len(job.rows)
 
-    def _tell(self, events: Sequence[Event]) -> None:
-        news: dict[Job, News | Exception] = {}
+    def _tell(self, pieces: Sequence[tuple[int, Piece | Exception]]) -> None:
+        news: dict[Job, Pieces | Exception] = {}
         # One error ends all requests of a group.
-        for failed in {id(event.error): event.error for event in events if event.error is not None}.values():
+        for failed in {id(one): one for _, one in pieces if isinstance(one, Exception)}.values():
             _LOG.error("generation failed", exc_info=failed)
-        for event in events:
-            if event.id not in self._rows:  # a row of a job that another event of this step has ended
+        for number, piece in pieces:
+            if number not in self._rows:  # a row of a job that an error of this step has ended
                 continue
-            job, row = self._rows[event.id]
-            if event.ended:
-                del self._rows[event.id]
-            if event.piece is None:
+            job, row = self._rows[number]
+            if isinstance(piece, Exception):
                 self._drop(job)
-                news[job] = Unavailable(f"generation failed: {_said(event.error)}", 500, "engine_error")
+                news[job] = Refused(500, f"generation failed: {_said(piece)}", code="engine_error")
                 continue
             new = news.setdefault(job, [])
             assert isinstance(new, list)
-            new.append((row, event.piece))
-            if event.ended and not any(id in self._rows for id in self._ids[job]):
-                self._close(job)
+            new.append((row, piece))
+            if piece.result is not None:
+                del self._rows[number]
+                if not any(id in self._rows for id in self._ids[job]):
+                    self._close(job)
         self._post(news)
 
-    def _post(self, news: Mapping[Job, News | Exception]) -> None:
+    def _post(self, news: Mapping[Job, Pieces | Exception]) -> None:
         if news:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(self._arrive, news)
@@ -377,9 +342,10 @@ class EngineThread:
             job.put(_dead(error))
 
 
-def _dead(error: BaseException) -> Unavailable:
-    return Unavailable(f"the engine has ended: {_said(error)}; start the server again", 500, "engine_error")
+def _dead(error: BaseException) -> Refused:
+    said = f"the engine has ended: {_said(error)}; start the server again"
+    return Refused(500, said, code="engine_error")
 
 
-def _said(error: BaseException | None) -> str:
+def _said(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from jaxspec.serving.openai import FINISH_REASONS
-from jaxspec.serving.server.engine_thread import EngineThread, Job, News, Timing
+from jaxspec.serving.server.engine_thread import EngineThread, Job, Pieces, Timing
 from jaxspec.texts.results import Statistics
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -69,9 +69,9 @@ class Metrics:
         self._waiting.set(max(engine.num_open - engine.num_running, 0))
         return generate_latest(self._registry)
 
-    def took(self, job: Job, news: News) -> None:
+    def took(self, job: Job, pieces: Pieces) -> None:
         """Counts new pieces."""
-        for row, piece in news:
+        for row, piece in pieces:
             self._counters["generation_tokens"].inc(len(piece.token_records))
             timing = job.timings[row]
             if timing.first == timing.last and piece.token_records:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from starlette.responses import JSONResponse, Response
 
 from jaxspec.serving.openai import ApiRequest, BadField, bad_field, error_of
-from jaxspec.serving.server.engine_thread import Unavailable
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 
@@ -37,21 +36,19 @@ class Refused(Exception):
 
 
 # Errors of requests and of the engine; others are errors of this program.
-EXPECTED = (Refused, Unavailable, ValueError, OSError)
+EXPECTED = (Refused, ValueError, OSError)
 
 
 def refused(error: Exception, request: ApiRequest | None = None) -> Refused:
     """Returns the response to an error.
 
     Args:
-      error: a wrong request (ValueError, or OSError for a missing file), `Unavailable`, TimeoutError, or a failure.
+      error: a wrong request (ValueError, or OSError for a missing file), `Refused`, TimeoutError, or a failure.
       request: the request, once it has been read; errors then have its names of fields.
     """
     match error:
         case Refused():
             return error
-        case Unavailable():
-            return Refused(error.status, str(error), code=error.code)
         case TimeoutError():
             return Refused(504, "the request has reached the server's time limit", code="timeout")
         case BadField():

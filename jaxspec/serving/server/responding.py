@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from jaxspec.host.messages import fitted
 from jaxspec.serving.openai import ApiRequest, Part, Responses, joined
 from jaxspec.serving.server.answers import Answer
-from jaxspec.serving.server.engine_thread import Job, News, Unavailable
+from jaxspec.serving.server.engine_thread import Job, Pieces
 from jaxspec.serving.server.metrics import metrics_of
-from jaxspec.serving.server.refusals import EXPECTED, refused
+from jaxspec.serving.server.refusals import EXPECTED, Refused, refused
 
 _LOG = logging.getLogger(__name__)
 _HEADERS = [
@@ -63,8 +63,8 @@ class Exchange:
         choices: list[list[Part]] = [[] for _ in range(self.answer.num_choices)]
         try:
             async with asyncio.timeout_at(self.deadline):
-                async for news in self.job.news():
-                    for part in await self._parts(news):
+                async for pieces in self.job.pieces():
+                    for part in await self._parts(pieces):
                         choices[part.index].append(part)
             with _failures():
                 parts = [joined(own) for own in choices]
@@ -74,22 +74,22 @@ class Exchange:
             raise refused(error, self.request) from None
         await response(scope, _never, send)
 
-    async def _parts(self, news: News) -> list[Part]:
+    async def _parts(self, pieces: Pieces) -> list[Part]:
         """Returns the parts of new pieces; texts of single tokens are decoded beside the event loop."""
         with _failures():
             if self.request.logprobs:
-                return await asyncio.to_thread(self.answer.parts, news)
-            return self.answer.parts(news)
+                return await asyncio.to_thread(self.answer.parts, pieces)
+            return self.answer.parts(pieces)
 
     async def _stream(self, send: Send) -> None:
         stream = _Stream(send)
         try:
             async with asyncio.timeout_at(self.deadline):
-                async for news in self.job.news():
+                async for pieces in self.job.pieces():
                     if not stream.began:  # the scheduler has accepted the job
                         await stream.begin()
                         await stream.write(self.responses.first_chunks())
-                    parts = await self._parts(news)
+                    parts = await self._parts(pieces)
                     await stream.write(chunk for part in parts for chunk in self.responses.chunks(part))
                 await stream.write(self.responses.last_chunks(self.answer.usage(), metrics_of(self.job)))
                 await stream.end()
@@ -109,10 +109,11 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, Unavailable):
+        if isinstance(error, Refused):
             raise
         _LOG.error("the response failed", exc_info=error)
-        raise Unavailable(fitted(f"{type(error).__name__}: {error}"), 500, "response_failed") from None
+        said = fitted(f"{type(error).__name__}: {error}")
+        raise Refused(500, said, code="response_failed") from None
 
 
 class _Stream:
