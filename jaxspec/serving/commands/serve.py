@@ -68,38 +68,36 @@ class Serve:
         """Serves until a signal; returns the exit status."""
         require("serve", "starlette", "uvicorn", "prometheus_client")
         from jaxspec.serving.server import run
-        from jaxspec.serving.server.app import is_loopback
+        from jaxspec.serving.server.app import Settings, is_loopback
 
         if processes.several():
             raise ValueError("jaxspec serve runs in one process; start one server for each model")
         key = self.api_key or os.environ.get("JAXSPEC_API_KEY") or None
         self._check(key, is_loopback(self.host))
-        method, allowed = self.drafting, made_of(self.methods, self.runs)
+        allowed = made_of(self.methods, self.runs)
         bound = run.bind(self.host, self.port)
         with bound:
             with Progress("loading the model"):
                 lm = self.model.load(self.chat_template, self.prefix_cache, self.max_model_len)
             if lm.tokenizer is None:
                 raise ValueError(f"{lm.name} has no tokenizer; the server needs one")
-            address = (
-                f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{bound.getsockname()[1]}/v1"
-            )
-            limits = (
-                self.max_batch,
-                self.max_queue,
+            settings = Settings(
+                self.drafting,
+                key,
                 self.request_timeout_seconds,
-                self.shutdown_timeout_seconds,
+                None if allowed is None else tuple(allowed.values()),
+                self.served_model_name,
+                tell if self.log_requests else lambda line: None,
             )
+            host = f"[{self.host}]" if ":" in self.host else self.host
             received = run.serve(
                 lm,
                 bound,
-                run.Limits(*limits),
-                method=method,
-                api_key=key,
-                allowed=None if allowed is None else tuple(allowed.values()),
-                names=self.served_model_name,
-                log_requests=self.log_requests,
-                address=address,
+                settings,
+                max_batch=self.max_batch,
+                max_queue=self.max_queue,
+                shutdown_timeout_s=self.shutdown_timeout_seconds,
+                address=f"http://{host}:{bound.getsockname()[1]}/v1",
                 report=tell,
             )
         return INTERRUPTED if received == signal.SIGINT else 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -60,44 +59,26 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The limits of a server.
-
-    Attributes:
-      max_batch: texts that are decoded at once, for each method.
-      max_queue: further texts that may wait.
-      request_timeout_s: the maximum number of seconds for a request.
-      shutdown_timeout_s: the maximum number of seconds for the requests that run at the end. Then they get an error.
-    """
-
-    max_batch: int = 8
-    max_queue: int = 64
-    request_timeout_s: float = 600.0
-    shutdown_timeout_s: float = 30.0
-
-
 def serve(
     lm: LanguageModel,
     bound: socket.socket,
-    limits: Limits,
+    settings: Settings,
     *,
-    method: Method,
-    api_key: str | None = None,
-    allowed: Sequence[Method] | None = None,
-    names: tuple[str, ...] = (),
-    log_requests: bool = False,
-    address: str = "",
-    report: Callable[[str], None] = lambda line: None,
+    max_batch: int,
+    max_queue: int,
+    shutdown_timeout_s: float,
+    address: str,
+    report: Callable[[str], None],
 ) -> int | None:
     """Serves a model until SIGINT or SIGTERM, then finishes the requests that run.
 
     Args:
       lm: the model, with a tokenizer.
       bound: from `bind`.
-      limits: see `Limits`.
-      method, api_key, allowed, names: see `app.Settings`.
-      log_requests: whether `report` gets a line at the end of each request for texts.
+      settings: see `app.Settings`.
+      max_batch: texts that are decoded at once, for each method.
+      max_queue: further texts that may wait.
+      shutdown_timeout_s: the maximum number of seconds for the requests that run at the end. Then they get an error.
       address: the address of the API, for `report`.
       report: called with a line when connections are accepted, when all programs are compiled, after that for each
         program that a request compiles, and at the signal.
@@ -105,11 +86,11 @@ def serve(
     Returns:
       The number of the signal.
     """
-    metrics = Metrics((names or (lm.name,))[0])
-    began, make = time.monotonic(), functools.partial(warm_scheduler, lm, limits.max_batch, method)
+    metrics = Metrics((settings.names or (lm.name,))[0])
+    began, make = time.monotonic(), functools.partial(warm_scheduler, lm, max_batch, settings.method)
     engine = EngineThread(
         make,
-        limits.max_batch + limits.max_queue,
+        max_batch + max_queue,
         metrics,
         functools.partial(scores_of, lm),
         lambda: report(
@@ -117,12 +98,10 @@ def serve(
             "compiled); Ctrl-C ends the server"
         ),
     )
-    settings = Settings(method, api_key, limits.request_timeout_s, allowed, names)
-    settings = dataclasses.replace(settings, report=report) if log_requests else settings
     app = Api(lm, engine, metrics, settings).app()
     begins = f"{lm.name} is at {address}; requests wait while the programs are compiled"
-    config = configuration(app, limits.shutdown_timeout_s)
-    server = Server(config, engine, limits.shutdown_timeout_s, begins, report)
+    config = configuration(app, shutdown_timeout_s)
+    server = Server(config, engine, shutdown_timeout_s, begins, report)
     with _compilations_reported(engine, report):
         server.run(sockets=[bound])
     return server.signal
