@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import threading
 import time
@@ -161,6 +162,16 @@ def application(
     )
     settings = Settings(registry.make(registry.DEFAULT, {}), key, time_limit_s, allowed, names, report)
     return Api(lm, engine, metrics, settings).app(), engine
+
+
+def with_fixtures(run: Callable[..., None], test: Callable[..., Any], own: int) -> Callable[..., None]:
+    """Returns `run` as the test of a coroutine; its parameters after the first `own` are fixtures."""
+    signature = inspect.signature(test)
+    parameters = list(signature.parameters.values())[own:]
+    functools.update_wrapper(run, test)
+    del run.__wrapped__  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -23,14 +22,8 @@ from tests.server.process import ServerProcess
 
 # The share of each kind of request, in percent.
 KINDS = {
-    "whole": 36,
-    "stream": 20,
-    "cancel": 12,
-    "disconnect": 12,
-    "bad body": 8,
-    "long prompt": 5,
-    "slow reader": 7,
-}
+    "whole": 36, "stream": 20, "cancel": 12, "disconnect": 12, "bad body": 8, "long prompt": 5, "slow reader": 7,
+}  # fmt: skip
 METHODS = ("autoregressive", "ngram", {"name": "ngram", "num_draft_tokens": 3})
 BAD = (b"{", b"[]", b'{"prompt": "a", "beams": 2}', b'{"prompt": "a", "max_tokens": 0}', b'{"prompt": [[]]}')
 NUM_PROMPTS = 12
@@ -70,17 +63,13 @@ class Report:
     Attributes:
       answered: requests with the outcome that they must have.
       problems: the others, and rows or memory that were not freed; one line each.
-      outcomes: the number of requests by kind.
       retries: how often requests were sent again: after status 429, or because the server was killed.
-      seconds: the time of each request that was answered, from the last time that it was sent.
       memory_bytes: of the process at half of the requests, then after each tenth of them.
     """
 
     answered: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
-    outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     retries: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    seconds: list[float] = dataclasses.field(default_factory=list)
     memory_bytes: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -101,12 +90,9 @@ class Load:
 
     async def run(self) -> Report:
         prompts = [f"Once upon a time {number}" for number in range(NUM_PROMPTS)]
+        longest = self._options.max_tokens
         bodies = [
-            {
-                "prompt": prompt,
-                "max_tokens": self._random.randint(4, self._options.max_tokens),
-                "temperature": 0,
-            }
+            {"prompt": prompt, "max_tokens": self._random.randint(4, longest), "temperature": 0}
             for prompt in prompts
         ]
         # One by one, so that nothing is mixed in these.
@@ -151,7 +137,6 @@ class Load:
     async def _answered(self, kind: str, choose: random.Random) -> None:
         while True:
             await self._up.wait()
-            began = time.perf_counter()
             try:
                 problem = await asyncio.wait_for(self._one(kind, choose), PATIENCE_S)
             except TimeoutError:  # an OSError too
@@ -165,10 +150,8 @@ class Load:
                 await asyncio.sleep(0.05)
                 continue
             break
-        self.report.outcomes[kind] += 1
         if problem is None:
             self.report.answered += 1
-            self.report.seconds.append(time.perf_counter() - began)
         else:
             self.report.problems.append(f"{kind}: {problem}")
 
@@ -183,9 +166,10 @@ class Load:
             case "stream":
                 return _difference(await self._stream(body), text)
             case "slow reader":
-                return _difference(await self._stream(body, bytes_per_read=200, pause_s=0.01), text)
+                return _difference(await self._stream(body, pause_s=0.01), text)
             case "cancel":
-                return await self._cancel(long, choose.randint(1, 4))
+                await self._stream(long, most=choose.randint(1, 4))
+                return None
             case "disconnect":
                 async with self._sent(long):
                     await asyncio.sleep(choose.random() / 20)
@@ -201,8 +185,8 @@ class Load:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port, limit=2**20)
         try:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-            writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+            head = f"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+            writer.write(head.encode() + data)
             await writer.drain()
             yield reader
         finally:
@@ -212,10 +196,7 @@ class Load:
 
     async def _answer(self, body: object) -> tuple[int, dict]:
         async with self._sent(body) as reader:
-            status = await _head(reader)
-            data = await reader.read()
-        if status == 429:
-            raise Again("status 429")
+            status, data = await _status(reader), await reader.read()
         if not data:
             raise EOFError
         return status, json.loads(data)
@@ -228,77 +209,46 @@ class Load:
         status, found = await self._answer(body)
         return None if status == 400 and found["error"]["message"] else f"status {status}: {found}"
 
-    async def _events(self, reader, **pace):
-        status = await _head(reader)
-        if status == 429:
-            raise Again("status 429")
-        assert status == 200, status
-        async for event in _events(reader, **pace):
-            yield event
-
-    async def _stream(self, body: dict, **pace) -> str:
-        text, reason = "", None
+    async def _stream(self, body: dict, pause_s: float = 0.0, most: int | None = None) -> str:
+        """Returns the text of a stream, or of its first chunks."""
+        text, reason, count = "", None, 0
         async with self._sent(body | {"stream": True}) as reader:
-            async for event in self._events(reader, **pace):
-                if event == "[DONE]":
-                    return text if reason is not None else "no finish reason"
-                found = json.loads(event)
+            assert await _status(reader) == 200
+            async for line in reader:
+                event = line.removeprefix(b"data: ").decode().strip()
+                if event == "[DONE]" or count == most:
+                    return text if reason or count == most else "no finish reason"
+                found = json.loads(event or "{}")
                 if "error" in found:
                     return f"error: {found}"
-                (choice,) = found["choices"]
-                text, reason = text + choice["text"], choice["finish_reason"]
-        raise EOFError
-
-    async def _cancel(self, body: dict, after: int) -> str | None:
-        async with self._sent(body | {"stream": True}) as reader:
-            async for event in self._events(reader):
-                after -= 1
-                if not after or event == "[DONE]":
-                    return None
+                for choice in found.get("choices", ()):
+                    text, reason, count = text + choice["text"], choice["finish_reason"], count + 1
+                await asyncio.sleep(pause_s)
         raise EOFError
 
     async def _check_free(self) -> None:
         """Waits until no text runs or waits: rows of clients that have gone become free at once."""
         for _ in range(200):
             reader, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
-            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /metrics HTTP/1.0\r\nHost: localhost\r\n\r\n")
             lines = (await reader.read()).decode().splitlines()
             writer.close()
-            open_texts = {
-                line.split("{")[0]: float(line.split()[-1])
-                for line in lines
-                if line.startswith("vllm:num_requests")
-            }
-            if not any(open_texts.values()):
+            counts = [line for line in lines if line.startswith("vllm:num_requests")]
+            if not any(float(line.split()[-1]) for line in counts):
                 return
             await asyncio.sleep(0.05)
-        self.report.problems.append(f"rows are in use in the end: {open_texts}")
+        self.report.problems.append(f"rows are in use in the end: {counts}")
 
 
-async def _head(reader) -> int:
-    line = await reader.readline()
-    if not line:
+async def _status(reader) -> int:
+    """Returns the status of an answer, after its head."""
+    if not (line := await reader.readline()):
         raise EOFError
     while await reader.readline() not in (b"\r\n", b""):
         pass
+    if b" 429 " in line:
+        raise Again("status 429")
     return int(line.split()[1])
-
-
-async def _events(reader, bytes_per_read: int = 2**16, pause_s: float = 0.0):
-    """Yields the events of a response in chunks (Transfer-Encoding: chunked)."""
-    data, text = b"", b""
-    while new := await reader.read(bytes_per_read):
-        data += new
-        while b"\r\n" in data:
-            size = int(data[: data.index(b"\r\n")], 16)
-            begin = data.index(b"\r\n") + 2
-            if len(data) < begin + size + 2:
-                break
-            text, data = text + data[begin : begin + size], data[begin + size + 2 :]
-        while b"\n\n" in text:
-            event, _, text = text.partition(b"\n\n")
-            yield event.removeprefix(b"data: ").decode()
-        await asyncio.sleep(pause_s)
 
 
 def _difference(found: str, expected: str) -> str | None:
@@ -332,11 +282,7 @@ def work(options: Options) -> int:
     began = time.perf_counter()
     report = run(options)
     print(f"{report.answered} of {options.requests} requests answered in {time.perf_counter() - began:.0f} s")
-    print("  ".join(f"{kind} {count}" for kind, count in sorted(report.outcomes.items())))
     print("sent again: " + ("  ".join(f"{why} {count}" for why, count in report.retries.items()) or "none"))
-    if len(report.seconds) > 1:
-        *_, most = steps = statistics.quantiles(report.seconds, n=100)
-        print(f"seconds: median {steps[49]:.2f}, 99 % {most:.2f}, longest {max(report.seconds):.2f}")
     print("memory, MiB: " + " ".join(f"{one / 2**20:.0f}" for one in report.memory_bytes))
     print("\n".join(report.problems[:20]) or "no problems")
     return bool(report.problems)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from jaxspec.serving.server import app as app_module
 from jaxspec.serving.server import run
-from tests.server import FakeScheduler, application
+from tests.server import FakeScheduler, application, with_fixtures
 
 connections = pytest.importorskip("jaxspec.serving.server.connections")
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -28,28 +28,32 @@ def short_times(monkeypatch):
     monkeypatch.setattr(app_module, "BODY_S", 0.2)
 
 
-def served(scheduler=None, **options):
-    """Runs a test with a server on a socket; the test takes a function that opens a connection."""
+def served(answers=None, **options):
+    """Makes a test of a coroutine that takes a function that opens a connection, the scheduler, and fixtures."""
 
-    def decorated(test, answers=None):
-        app, engine = application(lambda: scheduler or FakeScheduler(), **options)
-        app.routes.extend([] if answers is None else [Route("/answers", answers)])
+    def decorated(test):
+        def run_test(**fixtures):
+            scheduler = FakeScheduler()
+            app, engine = application(lambda: scheduler, **options)
+            app.routes.extend([] if answers is None else [Route("/answers", answers)])
 
-        async def inside():
-            bound = run.bind("127.0.0.1", 0)
-            port = bound.getsockname()[1]
-            server = run.Server(run.configuration(app, 1), engine, 1, "", lambda line: None)
-            task = asyncio.create_task(server.serve([bound]))
-            while not (server.started and engine.is_ready):
-                await asyncio.sleep(0.01)
-            try:
-                with contextlib.closing(Clients(port, server.server_state.connections)) as clients:
-                    await asyncio.wait_for(test(clients), 60)
-            finally:
-                server.should_exit = True
-                await task
+            async def inside():
+                bound = run.bind("127.0.0.1", 0)
+                port = bound.getsockname()[1]
+                server = run.Server(run.configuration(app, 1), engine, 1, "", lambda line: None)
+                task = asyncio.create_task(server.serve([bound]))
+                while not (server.started and engine.is_ready):
+                    await asyncio.sleep(0.01)
+                try:
+                    with contextlib.closing(Clients(port, server.server_state.connections)) as clients:
+                        await asyncio.wait_for(test(clients, scheduler, **fixtures), 60)
+                finally:
+                    server.should_exit = True
+                    await task
 
-        asyncio.run(inside())
+            asyncio.run(inside())
+
+        return with_fixtures(run_test, test, 2)
 
     return decorated
 
@@ -87,53 +91,48 @@ async def end(reader):
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET", HEAD, HEAD + b"X-A: " + b"a" * 999])
-def test_a_head_that_never_comes_is_given_up(begin):
-    @served()
-    async def test(clients):
-        reader, _ = await clients(begin)
-        assert await end(reader) == b""
-        assert await clients.answers()
+@served()
+async def test_a_head_that_never_comes_is_given_up(clients, scheduler, begin):
+    reader, _ = await clients(begin)
+    assert await end(reader) == b""
+    assert await clients.answers()
 
 
 @pytest.mark.parametrize("drips", [False, True], ids=["none", "a byte at a time"])
-def test_a_head_after_a_response_is_given_up_too(drips):
-    @served()
-    async def test(clients):
-        reader, writer = await clients(HEAD + b"\r\n")
-        assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
+@served()
+async def test_a_head_after_a_response_is_given_up_too(clients, scheduler, drips):
+    reader, writer = await clients(HEAD + b"\r\n")
+    assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
 
-        async def drip():
-            for byte in (HEAD * 99) if drips else b"":
-                writer.write(bytes([byte]))
-                await asyncio.sleep(0.02)
+    async def drip():
+        for byte in (HEAD * 99) if drips else b"":
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
 
-        dripping = asyncio.create_task(drip())
-        assert await end(reader) == b""
-        dripping.cancel()
-        assert await clients.answers()
+    dripping = asyncio.create_task(drip())
+    assert await end(reader) == b""
+    dripping.cancel()
+    assert await clients.answers()
 
 
-def test_a_slow_text_is_no_idle_connection():
-    scheduler = FakeScheduler()
-
-    @served(scheduler)
-    async def test(clients):
-        scheduler.gate.clear()
-        body = json.dumps({"prompt": "ab", "max_tokens": 3, "stream": True}).encode()
-        reader, _ = await clients(REQUEST % len(body) + body)
-        await reader.readuntil(b"200")
-        idle, _ = await clients()
-        await end(idle)
-        await asyncio.sleep(0.3)
-        scheduler.gate.set()
-        await reader.readuntil(b"[DONE]")
+@served()
+async def test_a_slow_text_is_no_idle_connection(clients, scheduler):
+    scheduler.gate.clear()
+    body = json.dumps({"prompt": "ab", "max_tokens": 3, "stream": True}).encode()
+    reader, _ = await clients(REQUEST % len(body) + body)
+    await reader.readuntil(b"200")
+    idle, _ = await clients()
+    await end(idle)
+    await asyncio.sleep(0.3)
+    scheduler.gate.set()
+    await reader.readuntil(b"[DONE]")
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
 @pytest.mark.parametrize("part", [b"", b'{"prompt": '])
 def test_a_body_that_never_comes_is_given_up(part, key):
     @served(key=key)
-    async def test(clients):
+    async def test(clients, scheduler):
         reader, _ = await clients(REQUEST % 100 + part)
         found = await end(reader)
         assert found.startswith(b"HTTP/1.1 401 " if key else b"HTTP/1.1 408 ")
@@ -141,15 +140,15 @@ def test_a_body_that_never_comes_is_given_up(part, key):
         assert error["code"] == ("invalid_api_key" if key else "timeout")
         assert await clients.answers()
 
+    test()
+
 
 @pytest.mark.parametrize("length", [5 * 2**20, 10**19])
-def test_a_body_that_is_too_long_is_refused_before_it_comes(length, monkeypatch):
+@served()
+async def test_a_body_that_is_too_long_is_refused_before_it_comes(clients, scheduler, length, monkeypatch):
     monkeypatch.setattr(app_module, "BODY_S", 3600.0)
-
-    @served()
-    async def test(clients):
-        reader, _ = await clients(REQUEST % length)
-        assert (await end(reader)).startswith(b"HTTP/1.1 413 ")
+    reader, _ = await clients(REQUEST % length)
+    assert (await end(reader)).startswith(b"HTTP/1.1 413 ")
 
 
 async def running(clients, scheduler):
@@ -162,33 +161,27 @@ async def running(clients, scheduler):
     return reader
 
 
-def test_new_connections_take_the_place_of_those_that_wait_longest(monkeypatch):
+@served()
+async def test_new_connections_take_the_place_of_those_that_wait_longest(clients, scheduler, monkeypatch):
     monkeypatch.setattr(connections, "HEAD_S", 3600.0)
     monkeypatch.setattr(connections, "most_connections", lambda: 3)
-    scheduler = FakeScheduler()
-
-    @served(scheduler)
-    async def test(clients):
-        runs = await running(clients, scheduler)
-        held = [await clients(HEAD) for _ in range(20)]
-        for reader, _ in held[:-2]:
-            await end(reader)
-        assert await clients.answers()  # in place of one of the last two
-        scheduler.gate.set()
-        assert (await runs.readuntil(b"aaa")).startswith(b"HTTP/1.1 200 ")
+    runs = await running(clients, scheduler)
+    held = [await clients(HEAD) for _ in range(20)]
+    for reader, _ in held[:-2]:
+        await end(reader)
+    assert await clients.answers()  # in place of one of the last two
+    scheduler.gate.set()
+    assert (await runs.readuntil(b"aaa")).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_connection_is_refused_where_all_others_are_served(monkeypatch):
+@served()
+async def test_a_connection_is_refused_where_all_others_are_served(clients, scheduler, monkeypatch):
     monkeypatch.setattr(connections, "most_connections", lambda: 1)
-    scheduler = FakeScheduler()
-
-    @served(scheduler)
-    async def test(clients):
-        runs = await running(clients, scheduler)
-        refused, _ = await clients(HEAD + b"\r\n")
-        assert await end(refused) == b""
-        scheduler.gate.set()
-        assert (await runs.readuntil(b"aaa")).startswith(b"HTTP/1.1 200 ")
+    runs = await running(clients, scheduler)
+    refused, _ = await clients(HEAD + b"\r\n")
+    assert await end(refused) == b""
+    scheduler.gate.set()
+    assert (await runs.readuntil(b"aaa")).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -196,7 +189,7 @@ def test_a_reader_of_a_long_response_has_time_as_long_as_it_reads(reads, monkeyp
     monkeypatch.setattr(connections, "HEAD_S", 0.5)
     size = 2**22
 
-    async def test(clients):
+    async def test(clients, scheduler):
         loop = asyncio.get_running_loop()
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
@@ -215,7 +208,7 @@ def test_a_reader_of_a_long_response_has_time_as_long_as_it_reads(reads, monkeyp
     async def answers(request):
         return Response(b"a" * size)
 
-    served()(test, answers)
+    served(answers)(test)()
 
 
 def test_a_lack_of_descriptors_is_one_line_in_each_turn(monkeypatch, caplog):
@@ -228,9 +221,11 @@ def test_a_lack_of_descriptors_is_one_line_in_each_turn(monkeypatch, caplog):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     @served()
-    async def test(clients):
+    async def test(clients, scheduler):
         monkeypatch.setattr(socket.socket, "accept", fails)
         assert await clients.answers()
+
+    test()
 
     assert len(failed) == 1
     assert [record.name for record in caplog.records if "system resource" in record.message] == ["asyncio"]

@@ -55,156 +55,102 @@ LLAMA_TURN = (
     "{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# The templates, the form of their calls, and the text directly before the JSON of the tools.
+# The form of calls, the text directly before the JSON of the tools, and the template.
 FAMILIES = {
-    "Hermes 2 Pro and 3": (
-        ChatTemplate(
-            CHATML,
-            tool_use="<|im_start|>system\nCall functions in <tool_call> tags. <tools>{% for t in tools %}"
-            "{{ t | tojson }}{% endfor %}</tools><|im_end|>\n"
-            + TURNS.replace(" and not loop.first", "")
-            + "{% endif %}",
-        ),
-        HERMES,
-        "<tools>",
-    ),
-    "Qwen 2.5": (ChatTemplate(QWEN + "{% endif %}"), HERMES, "<tools>"),
-    "Qwen 3": (
-        ChatTemplate(QWEN + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"),
-        HERMES,
-        "<tools>",
-    ),
-    "SmolLM2": (
-        ChatTemplate(
-            "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
-            "{% endif %}" + CHATML
-        ),
-        HERMES,
-        "</tools>:\n<tools>\n",
-    ),
-    "SmolLM3": (
-        ChatTemplate(
-            "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
-            "{% if xml_tools or python_tools %}### Tools\n{% if xml_tools %}<tools>{% for t in xml_tools %}"
-            "{{ t | string }}{% endfor %}</tools> <tool_call>{% endif %}{% endif %}<|im_end|>\n"
-            + TURNS
-            + "{% endif %}"
-        ),
-        HERMES,
-        "<tools>",
-    ),
-    "EXAONE 4": (
-        ChatTemplate(
-            "{% if tools %}[|system|]\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
-            "{% for t in tools %}<tool>{{ t | tojson }}</tool>{% endfor %}\n<tool_call>[|endofturn|]\n{% endif %}"
-            "{% for m in messages %}{% if not (tools and loop.first and m.role == 'system') %}" + EXAONE_TURN
-        ),
-        HERMES,
-        "<tool>",
-    ),
-    "Granite 4": (
-        ChatTemplate(
-            "{% if tools %}<|start_of_role|>system<|end_of_role|>{% if messages[0].role == 'system' %}"
-            "{{ messages[0].content }}{% endif %}<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}</tools>"
-            "<tool_call><|end_of_text|>\n{% endif %}{% for m in messages %}"
-            "{% if not (tools and loop.first and m.role == 'system') %}<|start_of_role|>{{ m.role }}<|end_of_role|>"
-            "{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
-            "{% endfor %}<|end_of_text|>\n{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
-        ),
-        HERMES,
-        "<tools>",
-    ),
-    "Granite 3": (
-        ChatTemplate(
-            "{% if tools %}<|start_of_role|>tools<|end_of_role|>{{ tools | tojson(indent=4) }}<|end_of_text|>\n"
-            "Write <|tool_call|> and a JSON list.{% endif %}{% for m in messages %}" + ROLE + "{% endfor %}"
-            "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
-        ),
-        GRANITE,
-        "<|start_of_role|>tools<|end_of_role|>[",
-    ),
-    "Phi-4-mini": (
-        ChatTemplate(
-            "{% for m in messages %}{% if m['role'] == 'system' and 'tools' in m and m['tools'] is not none %}"
-            "<|system|>{{ m['content'] }}<|tool|>{{ m['tools'] }}<|/tool|><|end|>{% else %}"
-            "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-        ),
-        PHI,
-        "<|tool|>[",
-    ),
-    "Llama 3.1 and 3.2": (
-        ChatTemplate(
-            "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
-            "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
-            "<|start_header_id|>system<|end_header_id|>\n\n{{ system }}<|eot_id|>{% if tools is not none %}"
-            "{% if messages | length == 0 %}{{ raise_exception('no first user message') }}{% endif %}"
-            "{% set first = messages[0].content | trim %}{% set messages = messages[1:] %}"
-            "<|start_header_id|>user<|end_header_id|>\n\n"
-            'Respond in the format {"name": function name, "parameters": dictionary of names}.\n\n'
-            "{% for t in tools %}{{ t | tojson(indent=4) }}\n\n{% endfor %}{{ first }}<|eot_id|>{% endif %}"
-            + LLAMA_TURN
-        ),
-        LLAMA,
-        "}.\n\n",
-    ),
-    "Mistral": (
-        ChatTemplate(
-            "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
-            "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}"
-            "{% set asked = turns | selectattr('role', 'equalto', 'user') | list %}{% for m in turns %}"
-            "{% if m.role == 'user' %}{% if tools is not none and m == asked[-1] %}[AVAILABLE_TOOLS] "
-            "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {% if loop.last and system is defined %}"
-            "{{ system }}\n\n{% endif %}{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] ["
-            "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
-            "{{ c.function | tojson }}{% endfor %}]</s>{% elif m.role == 'assistant' %} {{ m.content | trim }}</s>"
-            "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]{% else %}"
-            "{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}{% endfor %}"
-        ),
-        MISTRAL,
-        "[AVAILABLE_TOOLS] [",
-    ),
-    "Ministral 3": (
-        ChatTemplate(
-            "{% if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]"
-            "{% set messages = messages[1:] %}{% endif %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}"
-            "[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
-            "{% elif m.role == 'assistant' %}{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]"
-            "{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>{% elif m.role == 'tool' %}"
-            "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% else %}{{ raise_exception('') }}{% endif %}{% endfor %}"
-        ),
-        NAMED,
-        "[AVAILABLE_TOOLS][",
-    ),
-    "Gemma 1 and 2": (
-        ChatTemplate(
-            "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-            "{% for m in messages %}" + ALTERNATING + GEMMA_TURN
-        ),
-        HERMES,
-        "</tools>:\n<tools>\n",
-    ),
-    "Gemma 3": (
-        ChatTemplate(
-            "{% if messages[0].role == 'system' %}{% set before = messages[0].content + '\n\n' %}"
-            "{% set turns = messages[1:] %}{% else %}{% set before = '' %}{% set turns = messages %}{% endif %}"
-            "{% for m in turns %}"
-            + ALTERNATING
-            + GEMMA_TURN.replace("{{ m.content", "{{ before if loop.first }}{{ m.content")
-        ),
-        HERMES,
-        "</tools>:\n<tools>\n",
-    ),
-    "a system prompt that vanishes": (
-        ChatTemplate(
-            "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endif %}"
-            "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-        ),
-        HERMES,
-        "</tools>:\n<tools>\n",
-    ),
-}
+    "Hermes 2 Pro and 3": (HERMES, "<tools>", ChatTemplate(
+        CHATML,
+        tool_use="<|im_start|>system\nCall functions in <tool_call> tags. <tools>{% for t in tools %}"
+        "{{ t | tojson }}{% endfor %}</tools><|im_end|>\n"
+        + TURNS.replace(" and not loop.first", "")
+        + "{% endif %}",
+    )),
+    "Qwen 2.5": (HERMES, "<tools>", ChatTemplate(QWEN + "{% endif %}")),
+    "Qwen 3": (HERMES, "<tools>", ChatTemplate(
+        QWEN + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )),
+    "SmolLM2": (HERMES, "</tools>:\n<tools>\n", ChatTemplate(
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful AI assistant.<|im_end|>\n"
+        "{% endif %}" + CHATML
+    )),
+    "SmolLM3": (HERMES, "<tools>", ChatTemplate(
+        "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+        "{% if xml_tools or python_tools %}### Tools\n{% if xml_tools %}<tools>{% for t in xml_tools %}"
+        "{{ t | string }}{% endfor %}</tools> <tool_call>{% endif %}{% endif %}<|im_end|>\n"
+        + TURNS
+        + "{% endif %}"
+    )),
+    "EXAONE 4": (HERMES, "<tool>", ChatTemplate(
+        "{% if tools %}[|system|]\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+        "{% for t in tools %}<tool>{{ t | tojson }}</tool>{% endfor %}\n<tool_call>[|endofturn|]\n{% endif %}"
+        "{% for m in messages %}{% if not (tools and loop.first and m.role == 'system') %}" + EXAONE_TURN
+    )),
+    "Granite 4": (HERMES, "<tools>", ChatTemplate(
+        "{% if tools %}<|start_of_role|>system<|end_of_role|>{% if messages[0].role == 'system' %}"
+        "{{ messages[0].content }}{% endif %}<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}</tools>"
+        "<tool_call><|end_of_text|>\n{% endif %}{% for m in messages %}"
+        "{% if not (tools and loop.first and m.role == 'system') %}<|start_of_role|>{{ m.role }}<|end_of_role|>"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
+        "{% endfor %}<|end_of_text|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
+    )),
+    "Granite 3": (GRANITE, "<|start_of_role|>tools<|end_of_role|>[", ChatTemplate(
+        "{% if tools %}<|start_of_role|>tools<|end_of_role|>{{ tools | tojson(indent=4) }}<|end_of_text|>\n"
+        "Write <|tool_call|> and a JSON list.{% endif %}{% for m in messages %}" + ROLE + "{% endfor %}"
+        "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
+    )),
+    "Phi-4-mini": (PHI, "<|tool|>[", ChatTemplate(
+        "{% for m in messages %}{% if m['role'] == 'system' and 'tools' in m and m['tools'] is not none %}"
+        "<|system|>{{ m['content'] }}<|tool|>{{ m['tools'] }}<|/tool|><|end|>{% else %}"
+        "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )),
+    "Llama 3.1 and 3.2": (LLAMA, "}.\n\n", ChatTemplate(
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
+        "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+        "<|start_header_id|>system<|end_header_id|>\n\n{{ system }}<|eot_id|>{% if tools is not none %}"
+        "{% if messages | length == 0 %}{{ raise_exception('no first user message') }}{% endif %}"
+        "{% set first = messages[0].content | trim %}{% set messages = messages[1:] %}"
+        "<|start_header_id|>user<|end_header_id|>\n\n"
+        'Respond in the format {"name": function name, "parameters": dictionary of names}.\n\n'
+        "{% for t in tools %}{{ t | tojson(indent=4) }}\n\n{% endfor %}{{ first }}<|eot_id|>{% endif %}"
+        + LLAMA_TURN
+    )),
+    "Mistral": (MISTRAL, "[AVAILABLE_TOOLS] [", ChatTemplate(
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+        "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}"
+        "{% set asked = turns | selectattr('role', 'equalto', 'user') | list %}{% for m in turns %}"
+        "{% if m.role == 'user' %}{% if tools is not none and m == asked[-1] %}[AVAILABLE_TOOLS] "
+        "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {% if loop.last and system is defined %}"
+        "{{ system }}\n\n{% endif %}{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] ["
+        "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
+        "{{ c.function | tojson }}{% endfor %}]</s>{% elif m.role == 'assistant' %} {{ m.content | trim }}</s>"
+        "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]{% else %}"
+        "{{ raise_exception('Only user and assistant roles are supported') }}{% endif %}{% endfor %}"
+    )),
+    "Ministral 3": (NAMED, "[AVAILABLE_TOOLS][", ChatTemplate(
+        "{% if messages[0].role == 'system' %}[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]"
+        "{% set messages = messages[1:] %}{% endif %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}"
+        "[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% elif m.role == 'assistant' %}{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]"
+        "{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>{% elif m.role == 'tool' %}"
+        "[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% else %}{{ raise_exception('') }}{% endif %}{% endfor %}"
+    )),
+    "Gemma 1 and 2": (HERMES, "</tools>:\n<tools>\n", ChatTemplate(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}" + ALTERNATING + GEMMA_TURN
+    )),
+    "Gemma 3": (HERMES, "</tools>:\n<tools>\n", ChatTemplate(
+        "{% if messages[0].role == 'system' %}{% set before = messages[0].content + '\n\n' %}"
+        "{% set turns = messages[1:] %}{% else %}{% set before = '' %}{% set turns = messages %}{% endif %}"
+        "{% for m in turns %}"
+        + ALTERNATING
+        + GEMMA_TURN.replace("{{ m.content", "{{ before if loop.first }}{{ m.content")
+    )),
+    "a system prompt that vanishes": (HERMES, "</tools>:\n<tools>\n", ChatTemplate(
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )),
+}  # fmt: skip
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "It.", "parameters": {"type": "object"}},
@@ -231,7 +177,7 @@ TWO = [TALK[0], {**TALK[1], "tool_calls": [CALL, CALL]}, TALK[2], {**TALK[2], "c
 def test_tools_calls_and_results_reach_the_model(name, before, talk):
     if talk is TWO and name.startswith("Llama"):
         return
-    chat, form, place = FAMILIES[name]
+    form, place, chat = FAMILIES[name]
     found, messages, more = told([*before, *talk], [WEATHER], chat)
     assert found is form
     chat.check(messages, more)
@@ -251,7 +197,7 @@ def test_tools_calls_and_results_reach_the_model(name, before, talk):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_of_earlier_turns_need_no_tools(name):
-    chat, _, _ = FAMILIES[name]
+    _, _, chat = FAMILIES[name]
     form, messages, more = told(AGAIN, [], chat)
     assert (form, more) == (None, {})
     text = chat.prompt(messages, more)
@@ -262,7 +208,7 @@ def test_calls_of_earlier_turns_need_no_tools(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_message_is_rendered_or_refused(name):
     """By any template, in any role."""
-    chat, _, _ = FAMILIES[name]
+    _, _, chat = FAMILIES[name]
     for role in ("system", "developer", "user", "tool", "critic", "function"):
         messages = [{"role": role, "content": "KIWI"}, {"role": "user", "content": "Hi"}]
         for talk in (messages, [messages[1], {"role": "assistant", "content": "Yo"}, *messages]):

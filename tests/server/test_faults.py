@@ -14,7 +14,7 @@ import pytest
 from jaxspec.engine import exactness
 from jaxspec.serving.server import engine_thread
 from jaxspec.serving.server.answers import scores_of
-from tests.server import FakeScheduler, application, model
+from tests.server import FakeScheduler, application, model, with_fixtures
 
 URL = "/v1/completions"
 
@@ -57,21 +57,26 @@ class Exchange:
         return self.status, json.loads(self.data)["error"]
 
 
-def started(scheduler, **options):
-    """Runs a test with the application on a scheduler; the test takes (app, engine)."""
-    app, engine = application(lambda: scheduler, **options)
+def started(scheduler=None, **options):
+    """Makes a test of a coroutine that takes the application, its engine, its scheduler, and fixtures."""
 
-    def run(test):
-        async def inside():
-            async with app.router.lifespan_context(app):
-                try:
-                    await asyncio.wait_for(test(app, engine), 30)
-                finally:
-                    scheduler.gate.set()
+    def decorated(test):
+        def run(**fixtures):
+            used = scheduler or FakeScheduler()
+            app, engine = application(lambda: used, **options)
 
-        asyncio.run(inside())
+            async def inside():
+                async with app.router.lifespan_context(app):
+                    try:
+                        await asyncio.wait_for(test(app, engine, used, **fixtures), 30)
+                    finally:
+                        used.gate.set()
 
-    return run
+            asyncio.run(inside())
+
+        return with_fixtures(run, test, 3)
+
+    return decorated
 
 
 async def until(true):
@@ -81,129 +86,103 @@ async def until(true):
         await asyncio.sleep(0.002)
 
 
-def test_a_full_queue_gets_429_and_has_room_again():
-    scheduler = FakeScheduler()
-
-    @started(scheduler, max_open=3)
-    async def test(app, engine):
-        scheduler.gate.clear()
-        first = Exchange(app, prompt=["ab", "cd"], max_tokens=3)
-        await until(lambda: engine.num_open == 2)
-        status, error = await Exchange(app, prompt=["a", "b"], max_tokens=3).error()
-        assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "queue_full")
-        scheduler.gate.set()
-        await first.task
-        assert engine.num_open == 0
-        again = Exchange(app, prompt=["a", "b", "c"], max_tokens=3)
-        await again.task
-        assert again.status == 200
+@started(max_open=3)
+async def test_a_full_queue_gets_429_and_has_room_again(app, engine, scheduler):
+    scheduler.gate.clear()
+    first = Exchange(app, prompt=["ab", "cd"], max_tokens=3)
+    await until(lambda: engine.num_open == 2)
+    status, error = await Exchange(app, prompt=["a", "b"], max_tokens=3).error()
+    assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "queue_full")
+    scheduler.gate.set()
+    await first.task
+    assert engine.num_open == 0
+    again = Exchange(app, prompt=["a", "b", "c"], max_tokens=3)
+    await again.task
+    assert again.status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_frees_its_row(stream):
-    scheduler = FakeScheduler()
-
-    @started(scheduler)
-    async def test(app, engine):
-        stays = Exchange(app, prompt="ab", max_tokens=60)
-        goes = Exchange(app, prompt="ab", max_tokens=400, stream=stream)
-        await until(lambda: len(scheduler.rows) == 2 and (goes.data or not stream))
-        scheduler.gate.clear()
-        steps = scheduler.steps
-        goes.gone.set()
-        await goes.task
-        scheduler.gate.set()
-        await until(lambda: scheduler.cancelled == [1])
-        # A step may be past the gate when it closes, and the next one waits at it.
-        assert scheduler.cancelled_at <= steps + 2
-        await stays.task
-        assert json.loads(stays.data)["choices"][0]["text"] == "a" * 60
-        assert engine.num_open == 0
-
-
-def test_no_row_is_reported_after_the_last_client_has_gone():
-    scheduler = FakeScheduler()
-
-    @started(scheduler)
-    async def test(app, engine):
-        goes = Exchange(app, prompt="ab", max_tokens=400)
-        await until(lambda: engine.num_running == 1)
-        goes.gone.set()
-        await goes.task
-        await until(lambda: engine.num_open == 0)
-        await until(lambda: engine.num_running == 0)
+@started()
+async def test_a_client_that_goes_frees_its_row(app, engine, scheduler, stream):
+    stays = Exchange(app, prompt="ab", max_tokens=60)
+    goes = Exchange(app, prompt="ab", max_tokens=400, stream=stream)
+    await until(lambda: len(scheduler.rows) == 2 and (goes.data or not stream))
+    scheduler.gate.clear()
+    steps = scheduler.steps
+    goes.gone.set()
+    await goes.task
+    scheduler.gate.set()
+    await until(lambda: scheduler.cancelled == [1])
+    # A step may be past the gate when it closes, and the next one waits at it.
+    assert scheduler.cancelled_at <= steps + 2
+    await stays.task
+    assert json.loads(stays.data)["choices"][0]["text"] == "a" * 60
+    assert engine.num_open == 0
+    last = Exchange(app, prompt="ab", max_tokens=400)
+    await until(lambda: scheduler.rows and engine.num_running == 1)
+    last.gone.set()
+    await last.task
+    await until(lambda: engine.num_open == engine.num_running == 0)
 
 
-def test_a_client_that_goes_while_it_waits_is_never_started():
-    scheduler = FakeScheduler()
-
-    @started(scheduler)
-    async def test(app, engine):
-        scheduler.gate.clear()
-        first = Exchange(app, prompt="ab", max_tokens=2)
-        await until(lambda: scheduler.rows)
-        waits = Exchange(app, prompt="ab", max_tokens=400)
-        await until(lambda: engine.num_open == 2)
-        waits.gone.set()
-        await waits.task
-        scheduler.gate.set()
-        await first.task
-        await until(lambda: engine.num_open == 0)
-        assert scheduler.cancelled == [1]
+@started()
+async def test_a_client_that_goes_while_it_waits_is_never_started(app, engine, scheduler):
+    scheduler.gate.clear()
+    first = Exchange(app, prompt="ab", max_tokens=2)
+    await until(lambda: scheduler.rows)
+    waits = Exchange(app, prompt="ab", max_tokens=400)
+    await until(lambda: engine.num_open == 2)
+    waits.gone.set()
+    await waits.task
+    scheduler.gate.set()
+    await first.task
+    await until(lambda: engine.num_open == 0)
+    assert scheduler.cancelled == [1]
 
 
-def test_a_slow_reader_does_not_stop_the_others():
-    scheduler = FakeScheduler()
-
-    @started(scheduler)
-    async def test(app, engine):
-        slow = Exchange(app, prompt="ab", max_tokens=50, stream=True)
-        slow.reads.clear()
-        quick = Exchange(app, prompt="ab", max_tokens=100, stream=True)
-        await quick.task
-        assert engine.num_open == 0  # the slow reader's row is free too
-        assert slow.data == b""
-        slow.reads.set()
-        await slow.task
-        assert slow.data.count(b'"text": "a"') == 50
-        assert slow.data.endswith(b"data: [DONE]\n\n")
+@started()
+async def test_a_slow_reader_does_not_stop_the_others(app, engine, scheduler):
+    slow = Exchange(app, prompt="ab", max_tokens=50, stream=True)
+    slow.reads.clear()
+    quick = Exchange(app, prompt="ab", max_tokens=100, stream=True)
+    await quick.task
+    assert engine.num_open == 0  # the slow reader's row is free too
+    assert slow.data == b""
+    slow.reads.set()
+    await slow.task
+    assert slow.data.count(b'"text": "a"') == 50
+    assert slow.data.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_time_limit(stream):
-    scheduler = FakeScheduler()
-
-    @started(scheduler, time_limit_s=0.3)
-    async def test(app, engine):
-        asked = Exchange(app, prompt="ab", max_tokens=500, stream=stream)
-        await until(lambda: scheduler.rows)
-        scheduler.gate.clear()
-        await asked.task
-        if stream:
-            *_, last, done, _ = asked.data.decode().split("\n\n")
-            error = json.loads(last.removeprefix("data: "))["error"]
-            assert done == "data: [DONE]"
-        else:
-            assert asked.status == 504
-            error = json.loads(asked.data)["error"]
-        assert error["code"] == "timeout"
-        scheduler.gate.set()
-        await until(lambda: scheduler.cancelled == [0] and engine.num_open == 0)
+@started(time_limit_s=0.3)
+async def test_a_time_limit(app, engine, scheduler, stream):
+    asked = Exchange(app, prompt="ab", max_tokens=500, stream=stream)
+    await until(lambda: scheduler.rows)
+    scheduler.gate.clear()
+    await asked.task
+    if stream:
+        *_, last, done, _ = asked.data.decode().split("\n\n")
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert done == "data: [DONE]"
+    else:
+        assert asked.status == 504
+        error = json.loads(asked.data)["error"]
+    assert error["code"] == "timeout"
+    scheduler.gate.set()
+    await until(lambda: scheduler.cancelled == [0] and engine.num_open == 0)
 
 
-def test_a_reader_that_stands_still_is_left_at_the_time_limit():
-    scheduler = FakeScheduler()
-
-    @started(scheduler, time_limit_s=0.3)
-    async def test(app, engine):
-        scheduler.gate.clear()
-        slow = Exchange(app, prompt="ab", max_tokens=5, stream=True)
-        await until(lambda: slow.status)
-        slow.reads.clear()
-        scheduler.gate.set()
-        await slow.task
-        assert not slow.whole
-        assert engine.num_open == 0
+@started(time_limit_s=0.3)
+async def test_a_reader_that_stands_still_is_left_at_the_time_limit(app, engine, scheduler):
+    scheduler.gate.clear()
+    slow = Exchange(app, prompt="ab", max_tokens=5, stream=True)
+    await until(lambda: slow.status)
+    slow.reads.clear()
+    scheduler.gate.set()
+    await slow.task
+    assert not slow.whole
+    assert engine.num_open == 0
 
 
 def test_prompts_are_scored_between_the_rounds_of_others(monkeypatch):
@@ -217,7 +196,7 @@ def test_prompts_are_scored_between_the_rounds_of_others(monkeypatch):
         return scores_of(model(), prompts)
 
     @started(scheduler, score=score, max_open=64)
-    async def test(app, engine):
+    async def test(app, engine, scheduler):
         runs = Exchange(app, prompt="ab", max_tokens=400)
         await until(lambda: scheduler.rows)
         scheduler.gate.clear()
@@ -241,6 +220,8 @@ def test_prompts_are_scored_between_the_rounds_of_others(monkeypatch):
         found = json.loads(asked.data)["choices"]
         assert [len(one["logprobs"]["tokens"]) for one in found] == list(lengths)
         runs.gone.set()
+
+    test()
 
 
 def test_texts_go_on_while_the_first_check_of_exact_runs(monkeypatch):
@@ -283,41 +264,35 @@ def logged(caplog):
     ]
 
 
-def test_a_failed_text_does_not_fail_the_others(caplog):
-    scheduler = FakeScheduler()
-
-    @started(scheduler)
-    async def test(app, engine):
-        scheduler.gate.clear()
-        scheduler.breaks = 1
-        texts = [Exchange(app, prompt="ab", max_tokens=5) for _ in range(3)]
-        await until(lambda: engine.num_open == 3)
-        scheduler.gate.set()
-        await asyncio.gather(*(one.task for one in texts))
-        assert sorted(one.status for one in texts) == [200, 200, 500]
-        (failed,) = (one for one in texts if one.status == 500)
-        assert "no memory" in json.loads(failed.data)["error"]["message"]
-        assert engine.num_open == 0
-        assert logged(caplog) == [MemoryError]
+@started()
+async def test_a_failed_text_does_not_fail_the_others(app, engine, scheduler, caplog):
+    scheduler.gate.clear()
+    scheduler.breaks = 1
+    texts = [Exchange(app, prompt="ab", max_tokens=5) for _ in range(3)]
+    await until(lambda: engine.num_open == 3)
+    scheduler.gate.set()
+    await asyncio.gather(*(one.task for one in texts))
+    assert sorted(one.status for one in texts) == [200, 200, 500]
+    (failed,) = (one for one in texts if one.status == 500)
+    assert "no memory" in json.loads(failed.data)["error"]["message"]
+    assert engine.num_open == 0
+    assert logged(caplog) == [MemoryError]
 
 
-def test_a_dead_engine_answers_500_and_is_not_healthy(caplog):
-    scheduler = FakeScheduler()
-
-    @started(scheduler)
-    async def test(app, engine):
-        running = [Exchange(app, prompt="ab", max_tokens=400, stream=one) for one in (False, True)]
-        await until(lambda: len(scheduler.rows) == 2 and running[1].data)
-        scheduler.fails = SystemError("broken")
-        status, error = await running[0].error()
-        assert (status, error["type"], error["code"]) == (500, "server_error", "engine_error")
-        await running[1].task
-        assert b"SystemError: broken" in running[1].data
-        assert (await Exchange(app, prompt="ab", max_tokens=4).error())[0] == 500
-        health = Exchange(app, "/health")
-        await health.task
-        assert (health.status, json.loads(health.data)["status"]) == (503, "failed")
-        assert logged(caplog) == [SystemError]
+@started()
+async def test_a_dead_engine_answers_500_and_is_not_healthy(app, engine, scheduler, caplog):
+    running = [Exchange(app, prompt="ab", max_tokens=400, stream=one) for one in (False, True)]
+    await until(lambda: len(scheduler.rows) == 2 and running[1].data)
+    scheduler.fails = SystemError("broken")
+    status, error = await running[0].error()
+    assert (status, error["type"], error["code"]) == (500, "server_error", "engine_error")
+    await running[1].task
+    assert b"SystemError: broken" in running[1].data
+    assert (await Exchange(app, prompt="ab", max_tokens=4).error())[0] == 500
+    health = Exchange(app, "/health")
+    await health.task
+    assert (health.status, json.loads(health.data)["status"]) == (503, "failed")
+    assert logged(caplog) == [SystemError]
 
 
 def test_an_engine_that_does_not_start_is_reported():
@@ -335,23 +310,20 @@ def test_an_engine_that_does_not_start_is_reported():
     asyncio.run(test())
 
 
-def test_the_end_of_the_server_finishes_or_returns_what_runs():
-    scheduler = FakeScheduler()
-
-    @started(scheduler)
-    async def test(app, engine):
-        scheduler.gate.clear()
-        short, long = (Exchange(app, prompt="ab", max_tokens=tokens) for tokens in (3, 500))
-        await until(lambda: engine.num_open == 2)
-        engine.drain(0.3)
-        status, error = await Exchange(app, prompt="ab", max_tokens=4).error()
-        assert (status, error["code"]) == (503, "shutting_down")
-        scheduler.gate.set()
-        await short.task
-        assert short.status == 200
-        scheduler.gate.clear()
-        status, error = await long.error()
-        assert (status, error["code"]) == (503, "shutting_down")
+@started()
+async def test_the_end_of_the_server_finishes_or_returns_what_runs(app, engine, scheduler):
+    scheduler.gate.clear()
+    short, long = (Exchange(app, prompt="ab", max_tokens=tokens) for tokens in (3, 500))
+    await until(lambda: engine.num_open == 2)
+    engine.drain(0.3)
+    status, error = await Exchange(app, prompt="ab", max_tokens=4).error()
+    assert (status, error["code"]) == (503, "shutting_down")
+    scheduler.gate.set()
+    await short.task
+    assert short.status == 200
+    scheduler.gate.clear()
+    status, error = await long.error()
+    assert (status, error["code"]) == (503, "shutting_down")
 
 
 @pytest.mark.parametrize(("part", "logged"), [("encoded", 0), ("Answer", 1)])  # before and after it is a job
@@ -359,8 +331,8 @@ def test_errors_of_other_types_are_one_line(monkeypatch, part, logged):
     monkeypatch.setattr(f"jaxspec.serving.server.app.{part}", lambda *_: [][0])
     lines = []
 
-    @started(FakeScheduler(), report=lines.append)
-    async def test(app, engine):
+    @started(report=lines.append)
+    async def test(app, engine, scheduler):
         asked = Exchange(app, prompt="ab", max_tokens=3)
         with contextlib.suppress(IndexError):
             await asked.task
@@ -368,3 +340,5 @@ def test_errors_of_other_types_are_one_line(monkeypatch, part, logged):
         assert json.loads(asked.data)["error"]["message"] == "IndexError: list index out of range"
         await until(lambda: engine.num_open == 0)
         assert [line.endswith("; not complete") for line in lines] == [True] * logged
+
+    test()

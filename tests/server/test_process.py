@@ -63,21 +63,8 @@ def structured(client, name):
 def test_the_client_of_openai_and_the_end_by_sigterm(model, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    options = (
-        model,
-        "--served-model-name",
-        "gpt-4o-mini",
-        "--port",
-        0,
-        "--method",
-        "ngram",
-        "--chat-template",
-        template,
-        "--max-batch",
-        2,
-        "--prefix-cache",
-        "16MB",
-    )
+    given = "--served-model-name gpt-4o-mini --port 0 --method ngram --max-batch 2 --prefix-cache 16MB --chat-template"
+    options = (model, *given.split(), template)
     with ServerProcess(*options, JAXSPEC_API_KEY="secret", JAX_PLATFORMS="cpu") as server:
         stranger = openai.OpenAI(base_url=server.url, api_key="wrong", max_retries=0)
         with stranger, pytest.raises(openai.AuthenticationError):
@@ -86,34 +73,24 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model, tmp_path):
             (name,) = (one.id for one in client.models.list())
             assert name == "gpt-4o-mini"
             messages = [{"role": "user", "content": "Once upon a time " * 24}]
-            method = {"method": {"name": "ngram", "ngram_max": 3}}
+            body = {"model": name, "messages": messages, "max_tokens": 12, "logprobs": True}
+            free = {
+                "metadata": {"run": "1"},
+                "store": False,
+                "reasoning_effort": "low",
+                "service_tier": "auto",
+            }
+            method = {"name": "ngram", "ngram_max": 3}
             whole = client.chat.completions.create(
-                model=name,
-                messages=messages,
-                max_tokens=12,
-                logprobs=True,
-                top_logprobs=20,
-                metadata={"run": "1"},
-                store=False,
-                reasoning_effort="low",
-                service_tier="auto",
-                safety_identifier="me",
-                extra_body=method,
+                **body, **free, safety_identifier="me", top_logprobs=20, extra_body={"method": method}
             )
             for token in whole.choices[0].logprobs.content:
                 assert token.top_logprobs[0].logprob == token.logprob  # the text is greedy
                 assert len(token.top_logprobs) == 20
             with pytest.raises(openai.NotFoundError, match="has no embeddings"):
                 client.embeddings.create(model=name, input="Once")
-            stream = client.chat.completions.create(
-                model=name,
-                messages=messages,
-                max_tokens=12,
-                stream=True,
-                stream_options={"include_usage": True},
-                logprobs=True,
-            )
-            parts = list(stream)
+            usage = {"include_usage": True}
+            parts = list(client.chat.completions.create(**body, stream=True, stream_options=usage))
             text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
             assert text == whole.choices[0].message.content
             assert parts[-1].usage.total_tokens == whole.usage.total_tokens
@@ -149,15 +126,14 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model, tmp_path):
         requests = [line for line in lines if line.startswith("jaxspec: /v1/")]
         served = [line for line in requests if ": status 400: " not in line]
         assert (len(served), len(requests)) == (9, 11)
-        assert re.search(
-            r": \d+ prompt tokens, 12 tokens in .* of \d+ draft tokens accepted; ngram$", served[0]
-        )
+        counts = r": \d+ prompt tokens, 12 tokens in .* of \d+ draft tokens accepted; ngram$"
+        assert re.search(counts, served[0])
         lines = [line for line in lines if line not in requests]
         compiled = [line for line in lines if line.startswith("jaxspec: compiled ")]
-        assert (
-            sum(bool(re.fullmatch(r"jaxspec: compiled prefill.*: \d+ (s|min)", line)) for line in compiled)
-            == 2  # for the first grammar, and for the rare request
-        )
+        prefills = [
+            line for line in compiled if re.fullmatch(r"jaxspec: compiled prefill.*: \d+ (s|min)", line)
+        ]
+        assert len(prefills) == 2  # for the first grammar, and for the rare request
         # While it compiles, there is a line each 30 seconds.
         *said, finishing = (line for line in lines if "compiling" not in line and line not in compiled)
         begins = f"jaxspec: {model} is at {server.url}; requests wait while the programs are compiled"
