@@ -13,6 +13,25 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.cli.options import read_messages
+from jaxspec.heads import torch_file
+from jaxspec.host.files import read_json
+from jaxspec.io import tensors as io_tensors
+from jaxspec.io.gguf import gguf, gguf_tokenizer
+from jaxspec.io.hf import huggingface
+from jaxspec.io.methods import cost_files, method_files
+from jaxspec.io.methods.acceptance_file import Acceptances
+from jaxspec.io.methods.asd_numbers import ASDNumbers
+from jaxspec.io.methods.vocabulary_file import read_vocabulary
+from jaxspec.measuring.bench import prompts
+from jaxspec.measuring.bench.prompt_files import read_tasks
+from jaxspec.measuring.line_log import LineLog
+from training.data import packing
+from training.loop import checkpoints
+from training.option_files import yaml_words
+from training.reports import metrics
+from training.run import read_run
+
 LONG = "x" * 100_000
 CONTROL = "\x1b[2J\nevil\x00\ud800"
 VALUES = (None, True, -1, 10**400, math.nan, math.inf, "x", LONG, CONTROL, [], [[]], {}, [math.nan], [10**30])
@@ -487,134 +506,23 @@ Reader = Callable[[Path], Any]
 
 
 def _gguf(path: Path) -> None:
-    from jaxspec.io.gguf import gguf, gguf_tokenizer
-
     gguf.read_config(path)
     gguf_tokenizer.build(path)
 
 
 def _config(path: Path) -> None:
-    from jaxspec.io.hf import huggingface
-
     huggingface.read_config(path.parent)
     huggingface.generation_defaults(path.parent)
 
 
-def _index(path: Path) -> None:
-    from jaxspec.io.hf import huggingface
-
-    huggingface.open_tensors(path.parent)
-
-
-def _head(path: Path) -> None:
-    from jaxspec.heads import torch_file
-
-    torch_file.read(path)
-
-
-def _tensors(path: Path) -> None:
-    from jaxspec.io import tensors
-
-    tensors.read(path)
-
-
-def _vocabulary(path: Path) -> None:
-    from jaxspec.io.methods.vocabulary_file import read_vocabulary
-
-    read_vocabulary(path, "m", 10)
-
-
-def _plan(path: Path) -> None:
-    from jaxspec.io.methods.method_files import read_plan
-
-    read_plan(path, "m", 3)
-
-
-def _asd(path: Path) -> None:
-    from jaxspec.io.methods.asd_numbers import ASDNumbers
-
-    ASDNumbers.read(path, "m")
-
-
-def _thresholds(path: Path) -> None:
-    from jaxspec.io.methods.method_files import read_thresholds
-
-    read_thresholds(path, "m", "d", (1, 2))
-
-
-def _probe(path: Path) -> None:
-    from jaxspec.io.methods.method_files import read_probe
-
-    read_probe(path, "m", 4, 1, "greedy")
-
-
-def _acceptances(path: Path) -> None:
-    from jaxspec.io.methods.acceptance_file import Acceptances
-
-    Acceptances.read(path, "m")
-
-
-def _costs(path: Path) -> None:
-    from jaxspec.host.files import read_json
-    from jaxspec.io.methods.cost_files import parse
-
-    parse(read_json(path).get("costs"), str(path))
-
-
-def _log(path: Path) -> None:
-    from jaxspec.measuring.line_log import LineLog
-
-    LineLog(path, {"format": "x"}, of="search")
-
-
-def _messages(path: Path) -> None:
-    from jaxspec.cli.options import read_messages
-
-    read_messages(str(path))
-
-
-def _prompts(path: Path) -> None:
-    from jaxspec.measuring.bench.prompt_files import read_tasks
-
-    read_tasks([path])
-
-
-def _own_prompts(path: Path) -> None:
-    from jaxspec.measuring.bench import prompts
-
-    prompts.load("tuning", path.parent)
-
-
-def _yaml(path: Path) -> None:
-    from training.option_files import yaml_words
-
-    yaml_words(path)
-
-
-def _run(path: Path) -> None:
-    from training.run import read_run
-
-    read_run(path.parent, ["commands"])
-
-
 def _metrics(path: Path) -> None:
-    from training.reports import metrics
-
     assert metrics.read(path.parent) == [{"step": 2, "loss": 1.0}]
 
 
 def _checkpoint(path: Path) -> None:
-    from training.loop import checkpoints
-
     (path.parent / "_CHECKPOINT_METADATA").write_text("{}")
     if problem := checkpoints.damage(path.parent):
         raise ValueError(f"{path.name}: {problem}"[:300])  # a problem may name a file of the list instead
-
-
-def _windows(path: Path) -> None:
-    from training.data import packing
-
-    packing.stored(path)
 
 
 PLAN = {"format": "jaxspec.plan/1", "model": "m", "num_layers": 3, "skip_attention": [1], "skip_mlp": []}
@@ -681,20 +589,32 @@ def _probes() -> dict[str, bytes]:
 
 # For each kind: the file's name, its contents, and its reader.
 KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
-    "torch": ("pytorch_model.bin", torch_files, _head),
+    "torch": ("pytorch_model.bin", torch_files, torch_file.read),
     "gguf": ("model.gguf", gguf_files, _gguf),
-    "safetensors": ("model.safetensors", safetensors_files, _tensors),
+    "safetensors": ("model.safetensors", safetensors_files, io_tensors.read),
     "config": ("config.json", lambda: json_cases(CONFIG), _config),
     "index": (
         "model.safetensors.index.json",
         lambda: JSON | _within(lambda one: {"weight_map": one}, {"a": "../../secret"}),
-        _index,
+        lambda path: huggingface.open_tensors(path.parent),
     ),
-    "vocabulary": ("jaxspec.vocab.json", lambda: json_cases(VOCABULARY), _vocabulary),
-    "plan": ("jaxspec.plan.json", lambda: json_cases(PLAN), _plan),
-    "asd": ("jaxspec.asd.json", lambda: json_cases(ASD), _asd),
-    "thresholds": ("d.json", lambda: json_cases(EXITS), _thresholds),
-    "probe": ("probe.safetensors", _probes, _probe),
+    "vocabulary": (
+        "jaxspec.vocab.json",
+        lambda: json_cases(VOCABULARY),
+        lambda path: read_vocabulary(path, "m", 10),
+    ),
+    "plan": (
+        "jaxspec.plan.json",
+        lambda: json_cases(PLAN),
+        lambda path: method_files.read_plan(path, "m", 3),
+    ),
+    "asd": ("jaxspec.asd.json", lambda: json_cases(ASD), lambda path: ASDNumbers.read(path, "m")),
+    "thresholds": (
+        "d.json",
+        lambda: json_cases(EXITS),
+        lambda path: method_files.read_thresholds(path, "m", "d", (1, 2)),
+    ),
+    "probe": ("probe.safetensors", _probes, lambda path: method_files.read_probe(path, "m", 4, 1, "greedy")),
     "acceptances": (
         "jaxspec.acceptance.json",
         lambda: (
@@ -704,18 +624,22 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
             )
             | _within(lambda one: {"format": "jaxspec.acceptance/2"} | one, {"model": "m", "candidates": {}})
         ),
-        _acceptances,
+        lambda path: Acceptances.read(path, "m"),
     ),
     "costs": (
         "costs.json",
         lambda: JSON | _within(lambda one: {"costs": one}, COSTS),
-        _costs,
+        lambda path: cost_files.parse(read_json(path).get("costs"), str(path)),
     ),
-    "log": ("log.jsonl", lambda: {f"{name}, a line": one + b"\n" for name, one in JSON.items()}, _log),
+    "log": (
+        "log.jsonl",
+        lambda: {f"{name}, a line": one + b"\n" for name, one in JSON.items()},
+        lambda path: LineLog(path, {"format": "x"}, of="search"),
+    ),
     "messages": (
         "messages.json",
         lambda: JSON | _within(lambda one: [one], MESSAGE) | _within(lambda one: one, {"messages": []}),
-        _messages,
+        lambda path: read_messages(str(path)),
     ),
     "prompts": (
         "prompts.jsonl",
@@ -726,22 +650,22 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
             | dict(changed({"question": "a", "answer": "#### 1"}))
             | {"answer of digits": json.dumps({"question": "a", "answer": "9" * 2_000_000}).encode()}
         ),
-        _prompts,
+        lambda path: read_tasks([path]),
     ),
     "own prompts": (
         "jaxspec.prompts.json",
         lambda: json_cases({"tuning": {"a": ["b"]}, "reporting": {"a": ["b"]}}),
-        _own_prompts,
+        lambda path: prompts.load("tuning", path.parent),
     ),
-    "yaml": ("options.yaml", yaml_files, _yaml),
-    "run": ("run.json", lambda: json_cases(RECORD), _run),
+    "yaml": ("options.yaml", yaml_files, yaml_words),
+    "run": ("run.json", lambda: json_cases(RECORD), lambda path: read_run(path.parent, ["commands"])),
     "metrics": (
         "metrics.jsonl",
         lambda: {name: content + b'\n{"step": 2, "loss": 1.0}\n' for name, content in JSON.items()},
         _metrics,
     ),
     "checkpoint": ("checksums.json", lambda: JSON, _checkpoint),
-    "windows": ("tokens.npz", npz_files, _windows),
+    "windows": ("tokens.npz", npz_files, packing.stored),
 }
 # Valid files, and files with damage in a part that is not read.
 GOOD = {

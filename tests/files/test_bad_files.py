@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxspec.host import files
-from jaxspec.io import tensors
 from jaxspec.io.hf import huggingface
 from jaxspec.io.hf.families import FAMILIES
 from jaxspec.io.methods import method_files
@@ -23,37 +22,13 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.testing import reference
 from tests.files.test_huggingface import BASE, write_config
 
-KEYS = (
-    *(
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-    ),
-    *("intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
-    *("attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "sliding_window", "use_sliding_window"),
-    *("max_window_layers", "layer_types", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
-    *("original_max_position_embeddings", "model_type", "hidden_act", "quantization_config", "jaxspec"),
-)
-ROPE_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-    "rope_theta",
-    *(
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-        "short_factor",
-        "long_factor",
-    ),
-)
+NAMES = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size intermediate_size
+    max_position_embeddings rms_norm_eps rope_theta tie_word_embeddings attention_bias mlp_bias bos_token_id
+    eos_token_id sliding_window use_sliding_window max_window_layers layer_types rope_scaling rope_parameters
+    partial_rotary_factor original_max_position_embeddings model_type hidden_act quantization_config jaxspec"""
+KEYS = NAMES.split()
+ROPE_NAMES = """factor low_freq_factor high_freq_factor original_max_position_embeddings rope_theta attention_factor
+    beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor"""
 JUNK = (
     *(math.nan, math.inf, -math.inf, 1e308, -1, 0, -1024, 2.5, 1e-60, 2**31, 2**64, 10**400, -(10**400)),
     *(
@@ -76,21 +51,15 @@ JUNK = (
 )
 # How a message calls a key, where not by its name.
 ALIASES = {"rope_scaling": "rope_", "rope_parameters": "rope_", "quantization_config": "quanti"}
-KINDS = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-    "granite",
-    "olmo3",
-    "gemma3_text",
-    "exaone4",
-    "glm4",
-)
+FEW = "llama mistral qwen2 qwen3 smollm3 granite olmo3 gemma3_text exaone4 glm4"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 2}
-LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+ROPES = (
+    LLAMA3,
+    {"type": "linear", "factor": 2},
+    {"type": "dynamic", "factor": 2},
+    {"rope_type": "yarn", "factor": 2},
+    {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+)
 
 
 def sensible(config: LlamaConfig) -> bool:
@@ -127,7 +96,7 @@ def refused(directory: Path) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW.split())
 def test_every_value_of_a_config_is_taken_or_refused_in_a_line_that_names_it(tmp_path, kind):
     """All keys of a Llama, and of the other families RoPE and the keys that they read beyond those of all families."""
     base = {"model_type": kind, "num_key_value_heads": 2}
@@ -138,17 +107,11 @@ def test_every_value_of_a_config_is_taken_or_refused_in_a_line_that_names_it(tmp
 
 
 def test_every_value_of_a_rope_is_taken_or_refused_in_a_line_that_names_it(tmp_path):
-    for key, value in itertools.product(ROPE_KEYS, JUNK):
-        for rope in ("rope_scaling", "rope_parameters"):
-            for start in (
-                LLAMA3,
-                {"type": "linear", "factor": 2},
-                {"type": "dynamic", "factor": 2},
-                YARN,
-                LONG,
-            ):
-                said = refused(write_config(tmp_path, **{rope: start | {key: value}}))
-                assert said is None or key in said or "rope" in said, (key, value, said)
+    for key, value, rope, start in itertools.product(
+        ROPE_NAMES.split(), JUNK, ("rope_scaling", "rope_parameters"), ROPES
+    ):
+        said = refused(write_config(tmp_path, **{rope: start | {key: value}}))
+        assert said is None or key in said or "rope" in said, (key, value, said)
 
 
 def test_several_wrong_values_at_once(tmp_path):
@@ -168,14 +131,11 @@ def test_several_wrong_values_at_once(tmp_path):
         ({"rope_theta": 0}, "rope_theta is 0; expected a number from 1 to"),
         ({"rope_theta": -1}, "rope_theta is -1; expected"),
         ({"rope_theta": math.nan}, "rope_theta is nan; expected"),
-        (
-            {"max_position_embeddings": 1024, "rope_scaling": {"type": "linear", "factor": -1}},
-            "factor is -1; exp",
-        ),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1; expected"),
         ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor is inf; expected"),
         (
             {"rope_scaling": {"type": "linear", "factor": 1e6}, "max_position_embeddings": 2**20},
-            "make a context of",
+            "make a context",
         ),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "expected a larger high one"),
         ({"rope_scaling": [1]}, "rope_scaling is [1]; expected an object or null"),
@@ -214,21 +174,6 @@ def test_what_is_said_of_a_generation_config(tmp_path, generation, message):
     assert said == message or str(said).startswith(f"/generation_config.json: {message}")
 
 
-def test_a_number_of_thousands_of_digits(tmp_path):
-    (write_config(tmp_path) / "config.json").write_text('{"vocab_size": ' + "9" * 5000 + "}")
-    assert str(refused(tmp_path)).endswith("it has a number of too many digits")
-
-
-def test_json_that_is_too_deep(tmp_path):
-    deep = "[" * 200_000
-    for name in ("config.json", "generation_config.json"):
-        (write_config(tmp_path) / name).write_text(deep)
-        assert "is nested too deeply" in str(refused(tmp_path))
-    (tmp_path / "x").write_bytes(len(deep).to_bytes(8, "little") + deep.encode())
-    with pytest.raises(ValueError, match="is not a safetensors file"):
-        tensors.read(tmp_path / "x")
-
-
 # Weights
 
 
@@ -243,15 +188,6 @@ def weights_error(directory: Path) -> str:
         huggingface.load_params(directory, BASE, jnp.float32)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-@pytest.mark.parametrize(
-    "weight_map", [None, [], {"a": 1}, {"a": None}, {"a": ["x"]}, {"a": {}}, {"a": math.inf}]
-)
-def test_a_weight_map_of_something_else(saved, weight_map):
-    (saved / "model.safetensors").unlink()
-    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert "has no weight_map from names of tensors to names of files" in weights_error(saved)
 
 
 @pytest.mark.parametrize("code", ["I8", "U8", "F8_E4M3", "I32"])
@@ -276,38 +212,6 @@ def change_header(path: Path, change) -> None:
     change(header)
     encoded = json.dumps(header).encode()
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
-
-
-def test_tensors_that_overlap(saved):
-    path = saved / "model.safetensors"
-    offsets = {}
-
-    def move(header):
-        offsets.update(
-            {name: entry["data_offsets"] for name, entry in header.items() if "data_offsets" in entry}
-        )
-        name = "model.layers.1.input_layernorm.weight"
-        begin, end = header[name]["data_offsets"]
-        header[name]["data_offsets"] = [begin - 8, end - 8]
-
-    change_header(path, move)
-    assert "input_layernorm.weight overlap; save the model again" in weights_error(saved)
-
-
-@pytest.mark.parametrize("value", [math.inf, -1, 2.5, "4", None, [], 2**70, True])
-@pytest.mark.parametrize("field", ["dtype", "shape", "begin", "end", "dimension"])
-def test_a_header_of_something_else(saved, field, value):
-    def spoil(header):
-        entry = header["model.norm.weight"]
-        if field in ("begin", "end"):
-            entry["data_offsets"][field == "end"] = value
-        elif field == "dimension":
-            entry["shape"] = [value]
-        else:
-            entry[field] = value
-
-    change_header(saved / "model.safetensors", spoil)
-    weights_error(saved)
 
 
 # Files of the methods
@@ -340,35 +244,3 @@ def test_a_directory_is_called_one(tmp_path):
     ):
         with pytest.raises(FileNotFoundError, match="is a directory, not a file"):
             read()
-
-
-@pytest.mark.parametrize("value", [*JUNK, [0.5], [1.5, 2]])
-@pytest.mark.parametrize(
-    "field", ["num_layers", "skip_attention", "skip_mlp", "alpha", "every", "keep_last", "exits"]
-)
-def test_method_files_of_something_else(tmp_path, field, value):
-    path = tmp_path / "file.json"
-    asd = {"format": ASDNumbers.FORMAT, "model": "m", "alpha": 0.5, "every": 2, "keep_last": 1}
-    plan = {
-        "format": "jaxspec.plan/1",
-        "model": "m",
-        "num_layers": 3,
-        "skip_attention": [1],
-        "skip_mlp": [],
-    }
-    exits = {"format": "jaxspec.thresholds/1", "target": "m", "draft": "d", "exits": [1, 2]}
-    for content, read in (
-        (asd, lambda: ASDNumbers.read(path, "m")),
-        (plan, lambda: method_files.read_plan(path, "m", 3)),
-        (exits | {"thresholds": [0.5, 0]}, lambda: method_files.read_thresholds(path, "m", "d", (1, 2))),
-    ):
-        path.write_text(
-            json.dumps(content | {field: value, "thresholds": value if field == "exits" else [0.5, 0]})
-        )
-        said = ""
-        try:
-            read()
-        except ValueError as error:
-            said = str(error)
-        assert "\n" not in said
-        assert not said or str(path) in said

@@ -75,13 +75,8 @@ CONFIGS = {
 
 
 def write_config(directory: Path, generation: dict | None = None, **keys) -> Path:
-    content = {
-        "model_type": "llama",
-        "hidden_size": 8,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-    } | keys
-    (directory / "config.json").write_text(json.dumps(content))
+    content = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 4, "num_hidden_layers": 3}
+    (directory / "config.json").write_text(json.dumps(content | keys))
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
     return directory
@@ -245,12 +240,8 @@ def test_generation_config(tmp_path):
 
 
 def test_rope_styles(tmp_path):
-    llama3 = {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 32}
 
     def read(**keys):
         config = huggingface.read_config(write_config(tmp_path, **keys))
@@ -270,12 +261,8 @@ def test_rope_styles(tmp_path):
 def test_defaults_of_each_model_type(tmp_path):
     """What transformers assumes where a key is missing."""
     llama = huggingface.read_config(write_config(tmp_path))
-    assert (llama.num_kv_heads, llama.head_dim, llama.vocab_size, llama.intermediate_size) == (
-        4,
-        2,
-        32000,
-        11008,
-    )
+    sizes = llama.num_kv_heads, llama.head_dim, llama.vocab_size, llama.intermediate_size
+    assert sizes == (4, 2, 32000, 11008)
     assert (llama.bos_token_id, llama.eos_token_ids, llama.rms_norm_eps) == (1, (2,), 1e-6)
     assert (llama.tie_embeddings, llama.sliding_windows, llama.max_position_embeddings) == (False, (), 2048)
     heads = {"num_attention_heads": 16, "hidden_size": 64}
@@ -312,13 +299,15 @@ def test_sliding_windows(tmp_path):
         assert read(kind, sliding_window=4, layer_types=None) == (4, 4, 4)
 
 
+# Keys of models with layers of several types; with `num_key_value_heads`, which a family's default does not fit.
+WINDOWED = {"num_key_value_heads": 2, "sliding_window": 4, "layer_types": ["sliding_attention"] * 3}
+NEEDS = "layer_types has sliding_attention, which needs sliding_window"
+
+
 @pytest.mark.parametrize(
     ("keys", "match"),
     [
-        (
-            {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; supported: llama, ",
-        ),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, "),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         (
@@ -331,10 +320,18 @@ def test_sliding_windows(tmp_path):
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for a llama"),
+        (WINDOWED | {"model_type": "smollm3"}, f"{NEEDS} and use_sliding_window"),
+        (WINDOWED | {"model_type": "qwen3"}, f"{NEEDS} and use_sliding_window"),
+        (WINDOWED | {"model_type": "ministral", "sliding_window": None}, NEEDS),
         (
-            {"model_type": "smollm3", "sliding_window": 4, "layer_types": ["sliding_attention"] * 3},
-            "needs sliding_window and use_sliding_window",
+            WINDOWED | {"model_type": "mistral", "layer_types": ["chunked_attention"] * 3},
+            "for each of 3 layers",
         ),
+        (
+            WINDOWED | {"model_type": "mistral", "layer_types": ["full_attention"]},
+            "must name full_attention or sl",
+        ),
+        (WINDOWED | {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["x"]}, "layer_types"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\)"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
@@ -342,41 +339,6 @@ def test_sliding_windows(tmp_path):
         ({"num_attention_heads": 3}, "not a multiple of num_attention_heads"),
         ({"head_dim": 3}, "head_dim 3 is odd"),
         ({"rope_theta": [1]}, "config.json"),
-        (
-            {
-                "model_type": "qwen2",
-                "num_key_value_heads": 2,
-                "use_sliding_window": True,
-                "layer_types": ["x"],
-            },
-            "layer_types",
-        ),
-        (
-            {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["chunked_attention"] * 3},
-            "layer_types must name full_attention or sliding_attention for each of 3 layers",
-        ),
-        (
-            {"model_type": "mistral", "num_key_value_heads": 2, "layer_types": ["full_attention"]},
-            "layer_types must name full_attention or sliding_attention for each of 3 layers",
-        ),
-        (
-            {
-                "model_type": "ministral",
-                "num_key_value_heads": 2,
-                "sliding_window": None,
-                "layer_types": ["sliding_attention"] * 3,
-            },
-            "layer_types has sliding_attention, which needs sliding_window",
-        ),
-        (
-            {
-                "model_type": "qwen3",
-                "num_key_value_heads": 2,
-                "sliding_window": 4,
-                "layer_types": ["sliding_attention"] * 3,
-            },
-            "layer_types has sliding_attention, which needs sliding_window and use_sliding_window",
-        ),
     ],
 )
 def test_bad_configs(tmp_path, keys, match):
@@ -459,17 +421,9 @@ def test_hub_ids(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "offline", "remedy"),
     [
-        (
-            "GatedRepoError",
-            False,
-            r"accept the licence at https://\S+/owner/model, then run `hf auth login`$",
-        ),
+        ("GatedRepoError", False, r"accept the licence at https://\S+/owner/model, then run `hf auth"),
         ("RepositoryNotFoundError", False, r"private or does not exist; check it, or run `hf auth login`$"),
-        (
-            "LocalEntryNotFoundError",
-            False,
-            r"no connection \(no route\), and it is not in the cache; .*online$",
-        ),
+        ("LocalEntryNotFoundError", False, r"no connection \(no route\), and it is not in the cache; "),
         ("LocalEntryNotFoundError", True, r"HF_HUB_OFFLINE is set, and it is not in the cache; .*online$"),
         ("OfflineModeIsEnabled", True, r"HF_HUB_OFFLINE is set, and it is not in the cache; .*online$"),
         ("RemoteEntryNotFoundError", False, r"there is no such file; https://\S+/owner/model/tree/main has"),
@@ -667,35 +621,6 @@ def test_more_tensors_than_needed(tmp_path):
     stored["model.layers.0.self_attn.q_proj.bias"] = np.zeros(8, np.float32)
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"q_proj\.bias has no place") as error:
-        huggingface.load_params(tmp_path, BASE, jnp.float32)
-    one_line(error)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 100, 0.5, 0.999])
-def test_truncated_file(tmp_path, kept):
-    _saved(tmp_path)
-    path = tmp_path / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: kept if kept >= 1 else int(kept * len(whole))])
-    with pytest.raises(ValueError, match="is truncated") as error:
-        huggingface.load_params(tmp_path, BASE, jnp.float32)
-    one_line(error)
-
-
-def test_files_that_are_not_weights(tmp_path):
-    _saved(tmp_path)
-    path = tmp_path / "model.safetensors"
-    pointer = b"version https://git-lfs.github.com/spec/v1\n" * 3
-    for content, match in (
-        (pointer, "is a pointer of Git LFS, not the file itself"),
-        ((2).to_bytes(8, "little") + b"xx", "is not a safetensors file"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=match) as error:
-            huggingface.load_params(tmp_path, BASE, jnp.float32)
-        one_line(error)
-    path.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"no \*\.safetensors weights.*save_pretrained") as error:
         huggingface.load_params(tmp_path, BASE, jnp.float32)
     one_line(error)
 

@@ -17,7 +17,7 @@ from benchmarks.papers.__main__ import main as papers
 from jaxspec.host import files, lock
 from jaxspec.io import model_files
 from tests.commands import called, write_model, write_tokenizer
-from training import export, layerskip, option_files, outputs, own_text, probe, sft, soft
+from training import export, layerskip, outputs, own_text, probe, sft, soft
 from training.data import reading
 from training.heads import train as heads
 
@@ -273,10 +273,3 @@ def test_a_directory_without_a_model_holds_none(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
     assert model_files.held(tmp_path) == "config.json"
     assert model_files.held(tmp_path, weights_only=True) is None
-
-
-def test_a_kind_with_a_bar_is_refused_before_anything_is_read(tmp_path, capsys):
-    for data in ("nowhere.txt,kind=a|b", str(tmp_path / "a|b.txt")):
-        for words in (["--data", "good.txt", data], [f"--data={data}"]):
-            with pytest.raises(ValueError, match=r"is 'a\|b'; give a name of printable characters"):
-                option_files.parse(sft.Options, [*words, "--output", "m"], "sft")
