@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+import shlex
 
 import jax
 import jax.monitoring
@@ -251,21 +252,8 @@ def test_json(run, model, tmp_path, monkeypatch):
     status, out, err = run("inspect", "Once", "a time", "--model", model, *files, *numbers, "--json")
     assert (status, err) == (0, "")
     report = json.loads(out)
-    assert list(report) == [
-        "model",
-        "device",
-        "dtype",
-        "num_layers",
-        "alpha",
-        "every",
-        "keep_last",
-        "similarity",
-        "time_ms",
-        "live_tokens",
-        "mask",
-        "exit_agreement",
-        "prompts",
-    ]
+    keys = "model device dtype num_layers alpha every keep_last similarity time_ms live_tokens mask exit_agreement"
+    assert list(report) == [*keys.split(), "prompts"]
     assert (report["model"], report["device"], report["dtype"]) == (str(model), "cpu", "float32")
     assert (report["num_layers"], report["alpha"], report["every"], report["keep_last"]) == (2, 1, 1, 1)
     for summary in report["similarity"].values():
@@ -275,43 +263,34 @@ def test_json(run, model, tmp_path, monkeypatch):
     assert (report["mask"]["skip_attention"], report["mask"]["skip_mlp"]) == ([0], [0])
     assert [entry["prompt"] for entry in report["prompts"]] == ["Once", "a time", "time\nupon"]
     for entry in report["prompts"]:
-        assert list(entry) == [
-            "prompt",
-            "prompt_tokens",
-            "new_tokens",
-            "similarity",
-            "mask",
-            "exit_agreement",
-        ]
+        assert " ".join(entry) == "prompt prompt_tokens new_tokens similarity mask exit_agreement"
         assert 1 <= entry["new_tokens"] <= 5
         assert len(entry["exit_agreement"]) == len(entry["similarity"]["mlp"]) == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        ([""], "a prompt is empty"),
-        (["Once", ""], "a prompt is empty"),
-        (["--prompt-file", "EMPTY"], "a prompt is empty"),
-        (["--prompt-file", "nowhere.txt"], "nowhere.txt does not exist; --prompt-file must be a text file"),
-        (["--prompt-file", "BINARY"], "is not text in UTF-8"),
-        (["--alpha", "0"], "--alpha is 0"),
-        (["--alpha", "1.01"], "--alpha is 1.01"),
-        (["--alpha", "nan"], "--alpha is nan"),
-        (["--every", "-1"], "--every is -1"),
-        (["--keep-last", "-1"], "--keep-last is -1"),
-        (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
-        (["--max-new-tokens", "512"], "exceed the model's context of 512"),
-        (["--prompt-file", "LONG"], "a prompt has 6.. tokens, the model's context 512; shorten it"),
-        (["--model", "nowhere"], "no directory 'nowhere'"),
+        ("''", "a prompt is empty"),
+        ("Once ''", "a prompt is empty"),
+        ("--prompt-file EMPTY", "a prompt is empty"),
+        ("--prompt-file nowhere.txt", "nowhere.txt does not exist; --prompt-file must be a text file"),
+        ("--prompt-file BINARY", "is not text in UTF-8"),
+        ("--alpha 0", "--alpha is 0"),
+        ("--alpha 1.01", "--alpha is 1.01"),
+        ("--alpha nan", "--alpha is nan"),
+        ("--every -1", "--every is -1"),
+        ("--keep-last -1", "--keep-last is -1"),
+        ("--max-new-tokens 0", "--max-new-tokens is 0"),
+        ("--max-new-tokens 512", "exceed the model's context of 512"),
+        ("--prompt-file LONG", "a prompt has 6.. tokens, the model's context 512; shorten it"),
     ],
 )
-def test_bad_input(run, model, tmp_path, monkeypatch, arguments, message):
+def test_bad_input(run, model, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "EMPTY").write_text("\n")
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe\xff")
     (tmp_path / "LONG").write_text("x" * 650)
     before = sorted(tmp_path.iterdir())
-    given = arguments if "--model" in arguments else [*arguments, "--model", model]
-    assert re.search(message, one_error(run, "inspect", *given))
+    assert re.search(message, one_error(run, "inspect", *shlex.split(words), "--model", model))
     assert sorted(tmp_path.iterdir()) == before
