@@ -19,13 +19,7 @@ from jaxspec.testing import reference
 def aux_hidden_states(
     target: LlamaConfig, params: dict[str, Any], tokens: Sequence[int], aux_layers: Sequence[int | str]
 ) -> np.ndarray:
-    """Returns the target's auxiliary hidden states of each of N tokens, concatenated: float64[N, len(aux_layers) · D].
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> aux_hidden_states(TARGET, reference.random_params(TARGET, seed=0), [1, 2, 3], aux_layers=[0, "final"]).shape
-      (3, 32)
-    """
+    """Returns the target's auxiliary hidden states of N tokens, concatenated: float64[N, len(aux_layers) · D]."""
     stream: list[np.ndarray] = []
     reference.forward(target, params, tokens, stream=stream)
     last = _norm(stream[-1], reference.as_float64(params)["norm"], target.rms_norm_eps)
@@ -53,20 +47,6 @@ def draft_logits(
       tokens: the n committed tokens, the last of which is pending.
       drafts: those drafted so far; the last row is for the one after them.
       true: the auxiliary hidden states of the first n − 1 tokens, as from `aux_hidden_states`.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> rng, width = np.random.default_rng(0), TARGET.hidden_size
-      >>> content = {"hidden_size": width, "num_attention_heads": 4, "vocab_size": TARGET.vocab_size}
-      >>> names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-      >>> names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-      >>> tensors = {f"layers.0.{name}.weight": rng.standard_normal((width, width)) for name in names}
-      >>> tensors["layers.0.post_attention_layernorm.weight"] = np.ones(width)
-      >>> tensors["fc.weight"] = rng.standard_normal((width, 2 * width))
-      >>> weights = reference.random_params(TARGET, seed=0)
-      >>> true = aux_hidden_states(TARGET, weights, [1, 2], ["final"])
-      >>> draft_logits(content, tensors, TARGET, weights, [1, 2, 3], [4], true).shape
-      (2, 13)
     """
     own = {name.replace("midlayer.", "layers.0."): np.asarray(t, np.float64) for name, t in tensors.items()}
     wide = reference.as_float64(params)
@@ -108,17 +88,6 @@ def kangaroo_logits(
       content: the adapter's `config.json`, of a Llama of one layer.
       tensors, target, params, tokens, drafts: as of `draft_logits`.
       exit_layer: after how many of the target's layers it reads the stream.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> rng, width = np.random.default_rng(0), TARGET.hidden_size
-      >>> content = {"hidden_size": width, "num_attention_heads": 4}
-      >>> names = [f"layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
-      >>> tensors = {name: rng.standard_normal((width, width)) for name in names}
-      >>> tensors |= {name: np.ones(width) for name in ("layers.0.input_layernorm.weight", "norm.weight")}
-      >>> weights = reference.random_params(TARGET, seed=0)
-      >>> kangaroo_logits(content, tensors, TARGET, weights, [1, 2, 3], [4], exit_layer=1).shape
-      (2, 13)
     """
     own = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     wide, eps = reference.as_float64(params), content.get("rms_norm_eps", 1e-6)
@@ -144,15 +113,6 @@ def medusa_logits(
       target, params: of the target.
       true: the auxiliary hidden state "final" of the tokens before the pending one, as from `aux_hidden_states`.
       num_heads: how many heads draft.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> rng, width = np.random.default_rng(0), TARGET.hidden_size
-      >>> tensors = {"0.0.linear.weight": rng.standard_normal((width, width)), "0.0.linear.bias": np.ones(width)}
-      >>> weights = reference.random_params(TARGET, seed=0)
-      >>> states = aux_hidden_states(TARGET, weights, [1, 2], ["final"])
-      >>> medusa_logits(tensors, TARGET, weights, states, num_heads=1).shape
-      (1, 13)
     """
     wide = reference.as_float64(params)
     rows = []
@@ -181,18 +141,6 @@ def hydra_logits(
       tensors: of the authors' `hydra_lm_head.pt`, of Hydra or Hydra++.
       target, params, tokens, drafts: as of `draft_logits`.
       true: the auxiliary hidden state "final" of the first n − 1 tokens, as from `aux_hidden_states`.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> rng, width, size = np.random.default_rng(0), TARGET.hidden_size, TARGET.vocab_size
-      >>> block = {f"hydra_mlp.0.0.{name}.weight": (width, 2 * width) for name in ("linear", "res_connection")}
-      >>> shapes = block | {"hydra_lm_head.0.weight": (size, width), "hydra_lm_head.0.bias": (size,)}
-      >>> shapes |= {name.replace("weight", "bias"): (width,) for name in block}
-      >>> tensors = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-      >>> weights = reference.random_params(TARGET, seed=0)
-      >>> true = aux_hidden_states(TARGET, weights, [1, 2], ["final"])
-      >>> hydra_logits(tensors, TARGET, weights, [1, 2, 3], [], true).shape
-      (1, 13)
     """
     own = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     embedding = reference.as_float64(params)["embed"]
@@ -254,23 +202,6 @@ def dflash_logits(
       pending: the token that the block begins with.
       masks: how many masks follow it.
       true: the auxiliary hidden states of the tokens before it, as from `aux_hidden_states`.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> rng, width = np.random.default_rng(0), TARGET.hidden_size
-      >>> content = {"hidden_size": width, "num_attention_heads": 4, "head_dim": 4, "rms_norm_eps": 1e-6}
-      >>> content["dflash_config"] = {"mask_token_id": 0}
-      >>> names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-      >>> names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-      >>> tensors = {f"layers.0.{name}.weight": rng.standard_normal((width, width)) for name in names}
-      >>> norms = ["layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm", "hidden_norm"]
-      >>> tensors |= {f"{name}.weight": np.ones(width) for name in norms}
-      >>> tensors |= {f"layers.0.self_attn.{name}_norm.weight": np.ones(4) for name in "qk"}
-      >>> tensors["fc.weight"] = rng.standard_normal((width, width))
-      >>> weights = reference.random_params(TARGET, seed=0)
-      >>> true = aux_hidden_states(TARGET, weights, [1, 2], [1])
-      >>> dflash_logits(content, tensors, TARGET, weights, pending=3, masks=2, true=true).shape
-      (3, 13)
     """
     own = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     wide, eps = reference.as_float64(params), content["rms_norm_eps"]
@@ -291,7 +222,6 @@ def uno_logits(
     params: dict[str, Any],
     tokens: Sequence[int],
     noise: Sequence[int],
-    gate: int = 1,
 ) -> np.ndarray:
     """Returns the logits of each row of a block of Uno, float64[len(noise) + 1, V].
 
@@ -300,26 +230,11 @@ def uno_logits(
       tensors: the adapter's, by their published names.
       target, params: of the target.
       tokens: the committed tokens, the last of which is pending.
-      noise: the tokens after them.
-      gate: the first row of the block, counted from the pending one, to which the adapters apply.
-
-    Examples:
-      >>> from jaxspec.testing import TARGET
-      >>> shapes = {f"self_attn.{name}_proj": (16, out) for name, out in zip("qkvo", (16, 8, 8, 16))}
-      >>> shapes |= {"mlp.gate_proj": (16, 24), "mlp.up_proj": (16, 24), "mlp.down_proj": (24, 16)}
-      >>> tensors = {}
-      >>> for layer in range(2):
-      ...     for name, (inputs, outputs) in shapes.items():
-      ...         prefix = f"base_model.model.model.layers.{layer}.{name}"
-      ...         tensors |= {f"{prefix}.lora_A.weight": np.ones((1, inputs))}
-      ...         tensors |= {f"{prefix}.lora_B.weight": np.ones((outputs, 1))}
-      >>> weights = reference.random_params(TARGET, seed=0)
-      >>> uno_logits({"r": 1, "lora_alpha": 1}, tensors, TARGET, weights, [1, 2, 3], [4]).shape
-      (2, 13)
+      noise: the tokens after them, to which the adapters apply.
     """
     wide, scale = reference.as_float64(params), content["lora_alpha"] / content["r"]
     every, group = [*tokens, *noise], target.num_heads // target.num_kv_heads
-    gated = (np.arange(len(every)) >= len(tokens) - 1 + gate)[:, None]
+    gated = (np.arange(len(every)) >= len(tokens))[:, None]
     behind = np.tril(np.ones((len(every), len(every)), bool))
     x = wide["embed"][every]
     for number, layer in enumerate(wide["layers"]):

@@ -1,8 +1,7 @@
-"""Heads of Medusa and Hydra: drafts against slow references, detection of wrong readings, files and methods."""
+"""Heads of Medusa and Hydra: drafts against slow references, files and methods."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,7 @@ from jaxspec import methods
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads import files as heads
 from jaxspec.heads.hydra.drafter import Hydra
-from jaxspec.heads.hydra.network import HydraConfig
-from jaxspec.heads.kangaroo.network import KangarooConfig
 from jaxspec.heads.medusa.drafter import Medusa
-from jaxspec.heads.medusa.network import MedusaConfig
 from jaxspec.io.hf import huggingface
 from jaxspec.methods.trees import grown
 from jaxspec.programs import memory
@@ -30,7 +26,8 @@ from tests.heads.files import (
     TARGET,
     WIDTH,
     Files,
-    Round,
+    check_refused,
+    check_rewritten,
     check_trees,
     furthest,
     layer,
@@ -105,85 +102,26 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """Returns a function of the heads' predictions, which are computed once."""
-
-    @functools.cache
-    def ask(kind: str) -> list[Round]:
-        made = Hydra if kind.startswith("hydra") else Medusa
-        directory = write(tmp_path_factory.mktemp("heads"), FILES[kind])
-        return rounds_of(directory, lambda config: made(TARGET, config, num_draft_tokens=tiny.K))
-
-    return ask
-
-
-def off(
-    found: list[Round],
-    tensors: dict[str, np.ndarray],
-    change: Any = lambda true: true,
-    aux_layers: Any = "final",
-) -> float:
-    """Returns the difference between predictions and the slow reference with these changes of the hidden states."""
-    target = TARGET, tiny.params(TARGET)
-
-    def logits_of(one: Round) -> np.ndarray:
-        true = change(reference.aux_hidden_states(*target, one.tokens[:-1], [aux_layers]))
-        if "0.0.linear.weight" in tensors:
-            return reference.medusa_logits(tensors, *target, true, tiny.K)
-        return reference.hydra_logits(tensors, *target, one.tokens, one.drafts[:-1], true)
-
-    return furthest(found, logits_of)
+def slow_logits(kind: str, tokens: list[int], drafts: list[int]) -> np.ndarray:
+    """Returns the slow reference's logits of each draft token, and of the one after `drafts`."""
+    target, tensors = (TARGET, tiny.params(TARGET)), FILES[kind][1]
+    true = reference.aux_hidden_states(*target, tokens[:-1], ["final"])
+    if kind.startswith("hydra"):
+        return reference.hydra_logits(tensors, *target, tokens, drafts, true)
+    return reference.medusa_logits(tensors, *target, true, len(drafts) + 1)
 
 
 @pytest.mark.representatives("medusa", "hydra")
 @pytest.mark.parametrize("kind", FILES)
-def test_drafts_are_those_of_the_slow_reference(said, kind):
-    assert off(said(kind), FILES[kind][1]) < 2e-5
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", FILES)
-def test_a_aux_hidden_state_of_another_place_would_be_noticed(said, kind):
-    assert off(said(kind), FILES[kind][1], lambda true: true[:-1]) > 1e-3
-    assert off(said(kind), FILES[kind][1], aux_layers=TARGET.num_layers) > 1e-3
-
-
-def moved(tensors: dict[str, np.ndarray], **names: str) -> dict[str, np.ndarray]:
-    return {names.get(name, name): one for name, one in tensors.items()}
+def test_drafts_are_those_of_the_slow_reference(kind, tmp_path):
+    make = functools.partial(Hydra if kind.startswith("hydra") else Medusa, TARGET, num_draft_tokens=tiny.K)
+    found = rounds_of(write(tmp_path, FILES[kind]), make)
+    assert furthest(found, lambda one: slow_logits(kind, one.tokens, one.drafts[:-1])) < 2e-5
+    check_rewritten(tmp_path, FILES[kind])
 
 
 def without(tensors: dict[str, np.ndarray], *parts: str) -> dict[str, np.ndarray]:
     return {name: one for name, one in tensors.items() if not any(part in name for part in parts)}
-
-
-WRONG = {
-    "a repeated block once": (
-        "medusa",
-        {
-            name.replace(".2.weight", ".1.weight"): one
-            for name, one in medusa()[1].items()
-            if ".1." not in name
-        },
-    ),
-    "the head of the target": ("medusa", without(medusa()[1], *(f"{head}.2.weight" for head in range(5)))),
-    "a repeated block of Hydra once": ("hydra", without(hydra(plus=False)[1], ".2.linear")),
-    "a repeated block of Hydra++ once": ("hydra++", without(hydra(plus=True)[1], ".5.linear")),
-    "no prefix attention": ("hydra++", without(hydra(plus=True)[1], "prefix")),
-    "no bias of the last matrix": (
-        "hydra",
-        {
-            name: 0 * one if name.startswith("hydra_lm_head") and name.endswith("bias") else one
-            for name, one in hydra(plus=False)[1].items()
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_reading_would_be_noticed(said, wrong):
-    kind, tensors = WRONG[wrong]
-    assert off(said(kind), tensors) > 1e-3
 
 
 # Trees
@@ -193,24 +131,14 @@ def test_a_wrong_reading_would_be_noticed(said, wrong):
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_a_tree_is_that_of_the_slow_reference(tmp_path, kind):
     """The tree has the most probable paths by Medusa's independent heads, and by Hydra's heads after each path."""
-    target, tensors = (TARGET, tiny.params(TARGET)), FILES[kind][1]
-
-    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
-        true = reference.aux_hidden_states(*target, tokens[:-1], ["final"])
-        if kind.startswith("hydra"):
-            return reference.hydra_logits(tensors, *target, tokens, path, true)[-1]
-        return reference.medusa_logits(tensors, *target, true, len(path) + 1)[-1]
-
     made, size = Hydra if kind.startswith("hydra") else Medusa, Dynamic(num_nodes=9, depth=4, width=3)
-    directory = write(tmp_path, FILES[kind])
-    check_trees(directory, lambda config: made(TARGET, config, num_draft_tokens=4, tree=size), logits_after)
+    make = functools.partial(made, TARGET, num_draft_tokens=4, tree=size)
+    check_trees(write(tmp_path, FILES[kind]), make, lambda *given: slow_logits(kind, *given)[-1])
 
 
-@pytest.mark.full
-@pytest.mark.representatives("medusa")
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_trees_are_an_option(model, tmp_path, kind):
-    """With trees, sampled text equals plain sampling token for token. The depth is at most the number of heads."""
+    """The depth is at most the number of heads."""
     name, path = kind.removesuffix("++"), str(write(tmp_path / "published", FILES[kind]))
     made, own = model.drafter(name, draft=path, tree="12x3")
     width = 12 if name == "medusa" else 10
@@ -225,11 +153,6 @@ def test_trees_are_an_option(model, tmp_path, kind):
         model.drafter(name, draft=path, tree="12x3", stop_rule="confidence")
     with pytest.raises(ValueError, match="drawn_tree draws the tokens of a tree; give tree=TOKENSxDEPTH"):
         model.drafter(name, draft=path, drawn_tree=True)
-    options = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 2.0, "seed": 3}
-    expected = model.generate([3, 4, 5, 3, 4], **options)
-    found = model.generate([3, 4, 5, 3, 4], method=name, draft=path, tree="12x3", **options)
-    assert found.tokens == expected.tokens
-    assert found.statistics.num_draft_tokens > 12
 
 
 @pytest.mark.full
@@ -420,38 +343,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_cannot_be_read_is_refused(tmp_path, message):
-    with pytest.raises(ValueError, match=message) as error:
-        read(tmp_path, BAD[message])
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["kangaroo", "medusa", "version 2", "hydra", "hydra++"])
-def test_what_is_written_by_the_names_of_the_leaves_is_read(tmp_path, kind):
-    """The trainer writes heads in this form, with repeated blocks once."""
-    block = dataclasses.replace(TARGET.truncated(1), intermediate_size=20)
-    config: Any = {
-        "kangaroo": KangarooConfig(dataclasses.replace(block, rope_theta=10000.0), exit_layer=2),
-        "medusa": MedusaConfig(WIDTH, 3, 2, head_size=SIZE, own_heads=True),
-        "version 2": MedusaConfig(WIDTH, 3),
-        "hydra": HydraConfig(WIDTH, SIZE, 3, 3),
-        "hydra++": HydraConfig(WIDTH, SIZE, 3, 3, prefix=TARGET.truncated(1)),
-    }[kind]
-    params = tiny.head_params(config)
-    tensors = {}
-    for leaf, (_, shape, sources) in zip(jax.tree.leaves(params), heads.head_leaves(config), strict=True):
-        assert leaf.shape == shape
-        tensors |= {
-            one.name: np.array(leaf).reshape(one.split)[one.index].reshape(one.shape) for one in sources
-        }
-    content = {"medusa_num_layers": 2, "hydra_num_layers": 3}
-    if kind == "version 2":
-        content = {}
-    if kind == "kangaroo":
-        content = {**LLAMA, "head_dim": 4, "jaxspec": {"exit_layer": 2}}
-    found = read(tmp_path, (content, tensors))
-    if kind != "kangaroo":
-        assert found.config == config
-    jax.tree.map(np.testing.assert_array_equal, found.load(np.float32), params)
+    check_refused(tmp_path, BAD[message], message)
 
 
 @pytest.mark.parametrize("kind", FILES)
