@@ -47,23 +47,6 @@ def test_the_numbers_of_the_paper():
     assert attention == sorted([1, *thirds, 37, 38])
 
 
-@pytest.mark.parametrize(
-    ("numbers", "attention", "mlp"),
-    [
-        ((0.5, 0, 0), [1, 2, 3, 4, 6], []),
-        ((0.5, 0, 3), [1, 2, 3], []),
-        ((1.0, 2, 0), [2, 4, 6], [2, 4, 6]),
-        ((1.0, 0, 0), [], []),
-        ((0.5, 2, 0), [1, 2, 3, 4, 6], [2, 4, 6]),
-        ((0.95, 1, 1), [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
-        ((0.5, 1, 6), [], []),
-        ((0.5, 7, 9), [], []),
-    ],
-)
-def test_each_rule_can_be_switched_off(numbers, attention, mlp):
-    assert gone([0.9, 0.6, 1.0, 0.5, 0.4, 1.0], *numbers) == (attention, mlp)
-
-
 @settings(max_examples=150)
 @given(
     similarity=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 0.984, 0.985, 0.99, 1.0]), min_size=7, max_size=7),

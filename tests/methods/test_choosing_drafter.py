@@ -320,37 +320,6 @@ def texts_of_the_target() -> NGram:
     return NGram(joined(texts), ngram_max=8, ngram_min=4, num_draft_tokens=tiny.K)
 
 
-def poor_draft() -> tuple[DraftModel, dict]:
-    drafter, own = tiny.drafter_of("draft-model", "constant")
-    return drafter.taking_turns(), own
-
-
-@pytest.mark.full
-def test_a_good_first_and_a_poor_second():
-    """After a match of four tokens, only the first method drafts in this text."""
-    second, own = poor_draft()
-    alone, together = loop(texts_of_the_target()), loop(hybrid(texts_of_the_target(), second), own=own)
-    expected, found = ended(alone), ended(together)
-    assert tiny.generated(found, PROMPTS) == tiny.generated(expected, PROMPTS)
-    assert (found.stats.num_rounds <= expected.stats.num_rounds).all()
-    second_alone = ended(loop(second, own=own))
-    # The last row's text repeats itself, so every draft is right.
-    assert (2 * found.stats.num_rounds <= second_alone.stats.num_rounds)[:2].all()
-
-
-@pytest.mark.full
-def test_a_boasting_first_and_a_good_second(monkeypatch):
-    """A method whose drafts are never accepted is no longer chosen."""
-    generous(monkeypatch)
-    whole = DraftModel(tiny.TARGET, num_draft_tokens=tiny.K).taking_turns()
-    alone = ended(loop(whole, own=tiny.params()))
-    together = ended(loop(hybrid(Boaster(), whole, cost=0.3), own=tiny.params()))
-    assert tiny.generated(together, PROMPTS) == tiny.generated(alone, PROMPTS)
-    tries = together.stats.num_rounds - alone.stats.num_rounds
-    assert (tries > 0).all()
-    assert (tries < alone.stats.num_rounds).all(), (tries, alone.stats.num_rounds)
-
-
 @pytest.mark.full
 def test_a_model_that_no_row_wants_does_not_run(monkeypatch):
     generous(monkeypatch)

@@ -135,26 +135,6 @@ def test_layers_are_those_of_the_slow_loop(num_skipped):
     assert all(row.count(False) == num_skipped for row in found)
 
 
-def test_a_layer_by_hand_is_that_of_the_reference():
-    """On the true stream."""
-    weights = params(CONFIG)
-    true = streams_of(CONFIG, weights, TEXTS[0])
-    for layer in range(DEPTH):
-        one = dataclasses.replace(CONFIG, num_layers=1, sliding_windows=(CONFIG.window(layer),))
-        after = layer_by_hand(one, weights["layers"][layer], true[:, layer], true[-1, layer])
-        np.testing.assert_allclose(after, true[-1, layer + 1], atol=1e-9)
-
-
-def test_layers_that_do_nothing_are_left_out():
-    weights = params(CONFIG)
-    idle = jax.tree.map(jnp.zeros_like, weights["layers"][0])
-    weights = {
-        **weights,
-        "layers": [idle if layer in (1, 4) else one for layer, one in enumerate(weights["layers"])],
-    }
-    assert chosen(CONFIG, weights, 2) == [[layer not in (1, 4) for layer in range(DEPTH)]] * len(TEXTS)
-
-
 def loop(refresh: int) -> tiny.Loop:
     drafter = CLaSp(CONFIG, 2, jnp.int32(refresh), Constant(), tiny.K)
     return tiny.Loop(Parts(drafter, GreedyAcceptor(), Greedy()), Weights(params(CONFIG)), CONFIG)

@@ -113,17 +113,6 @@ def test_what_does_not_fit_is_one_line(method, options, line):
 # Files
 
 
-@pytest.mark.full
-def test_a_plan_beside_the_model_is_found(beside):
-    path = beside.directory / method_files.PLAN_NAME
-    method_files.write_plan(path, beside.fingerprint, PLAN, {"objective": "none"})
-    assert json.loads(path.read_text())["skip_mlp"] == [0, 1]
-    assert np.asarray(made("draft-verify", beside).plan).tolist() == [list(pair) for pair in PLAN.run]
-    results = generate(beside, method="draft-verify")
-    assert tokens(results) == tokens(generate(beside))
-    assert any(result.statistics.num_draft_tokens for result in results)
-
-
 def test_numbers_beside_the_model_are_found_and_options_come_first(beside):
     path = beside.directory / method_files.ASD_NAME
     ASDNumbers(0.7, 2, 1).write(path, beside.fingerprint, {})

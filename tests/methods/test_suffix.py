@@ -115,28 +115,6 @@ def test_the_places_are_found_without_a_sort():
 
 
 @pytest.mark.full
-def test_the_most_frequent_continuation_is_followed_as_far_as_it_is_likely():
-    """N-gram search would take the latest; here 5 followed 1 2 in two of three occurrences, then twice 6 and 7."""
-    text = [1, 2, 5, 6, 7, 1, 2, 5, 6, 7, 1, 2, 9, 1, 2]
-    tokens, length = shown([text] * ROWS)
-    proposal, score = look_up("usual", tokens, length)
-    # Two tokens match, so that two are drafted.
-    assert np.asarray(proposal.tokens[0, : proposal.count[0]]).tolist() == [5, 6]
-    np.testing.assert_allclose(score, 4 / 3, rtol=1e-6)
-    assert look_up("sure", tokens, length)[0].count.tolist() == [2] * ROWS
-    longer = DRAFTERS["usual"].replace(min_prob=0.7)
-    assert longer.look_up(None, View(tokens, length, None, length))[0].count.tolist() == [0] * ROWS
-
-
-def test_a_longer_suffix_decides_where_its_draft_is_worth_more():
-    """After 3 alone the next token is mostly 4, but after 1 2 3 it is 7 8 9."""
-    text = [1, 2, 3, 7, 8, 9, 0, 3, 4, 0, 3, 4, 0, 3, 4, 5, 1, 2, 3]
-    proposal, score = look_up("usual", *shown([text] * ROWS))
-    assert np.asarray(proposal.tokens[0, : proposal.count[0]]).tolist() == [7, 8, 9]
-    assert score.tolist() == [3] * ROWS
-
-
-@pytest.mark.full
 def test_past_outputs_are_a_reference_of_one_size():
     """They compile nothing new, and earlier outputs are then drafted."""
     lm = tiny.language_model()

@@ -84,16 +84,6 @@ def test_drafts_are_those_of_the_slow_twin(kind):
     assert sum(twin.rounds for twin in twins) < len(twins) * (BUDGET - 1)
 
 
-def test_a_text_begins_with_a_plain_step():
-    """One row is verified, and no draft is counted."""
-    drafter = TokenRecycling(SHAPES["tree"], KEPT)
-    loop = tiny.Loop(Parts(drafter, GreedyAcceptor(), Greedy()), Weights(tiny.params()))
-    state, emitted = loop.go_on(loop.begin(PROMPTS, BUDGET, capacity=64)[0], 1)
-    assert emitted.count.tolist() == [1, 1, 1]
-    assert state.stats.num_draft_tokens.tolist() == [0, 0, 0]
-    assert (state.drafter_state >= 0).any(axis=(1, 2)).all()
-
-
 # The trees
 
 
@@ -153,19 +143,6 @@ def test_options_say_what_is_drafted():
 def test_wrong_trees_are_refused(options, line):
     with pytest.raises(ValueError, match=line):
         methods.TokenRecycling(**options)
-
-
-@pytest.mark.full
-def test_sampled_text_is_plain_decodings():
-    """Through the engine, with the same seed."""
-    lm = tiny.language_model()
-    prompts = [list(prompt) for prompt in PROMPTS]
-    options = {"max_new_tokens": 16, "ignore_eos": True, "seed": 5, "temperature": 0.9, "top_p": 0.9}
-    plain = lm.generate(prompts, **options)
-    rows = lm.generate(prompts, method="token-recycling", **options)
-    assert [row.tokens for row in rows] == [row.tokens for row in plain]
-    assert sum(row.statistics.num_accepted_tokens for row in rows) > 0
-    assert all(len(row.statistics.acceptance_histogram) == 5 for row in rows)
 
 
 @pytest.mark.full
