@@ -29,6 +29,7 @@ from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.programs import buckets
 from tests import gguf_files
+from tests.training.test_training_run import STORIES as TEXT
 from training import export as exporting
 from training import own_text, probe, prompt_options, soft, start
 from training.data import bpe_tokenizer
@@ -49,12 +50,6 @@ CONFIG = LlamaConfig(
     bos_token_id=bpe_tokenizer.BOS_ID,
     eos_token_ids=(bpe_tokenizer.EOS_ID,),
 )
-TEXT = [
-    f"Once upon a time {name} found a {thing}. {name} was happy and gave the {thing} to {friend}."
-    for name in ("Tim", "Sam", "Lily", "Anna", "Ben")
-    for thing in ("ball", "tree", "red car", "dog", "big book")
-    for friend in ("Mom", "Dad", "a bird")
-]
 STEPS = "--window 32 --batch 8 --held-out 6 --every 1 --compute float32"
 
 

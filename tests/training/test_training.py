@@ -19,30 +19,12 @@ from hypothesis import strategies as st
 
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
+from tests.training.test_training_run import CONFIG, STORIES
 from training.data import bpe_tokenizer, formats, packing
 from training.loop import optimizer, step
 from training.losses import base
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = LlamaConfig(
-    vocab_size=61, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8
-)
-STORIES = [
-    f"Once upon a time {name} found a {thing}. {name} was happy and gave the {thing} to {friend}."
-    for name in ("Tim", "Sam", "Lily", "Anna", "Ben")
-    for thing in ("ball", "tree", "red car", "dog", "big book")
-    for friend in ("Mom", "Dad", "a bird")
-]
-
-
-@pytest.fixture(scope="module")
-def params():
-    return llama.init_params(CONFIG, jax.random.key(0))
-
-
-@pytest.fixture(scope="module")
-def words():
-    return bpe_tokenizer.train(STORIES, 300)
 
 
 def documents(rng: np.random.Generator, lengths) -> list[packing.Encoded]:

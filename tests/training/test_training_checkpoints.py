@@ -19,9 +19,8 @@ import pytest
 
 from jaxspec.console.errors import Failed
 from jaxspec.host import lock
-from tests.training.test_training_run import STORIES, arguments, metrics
+from tests.training.test_training_run import arguments, metrics
 from training import sft
-from training.data import reading
 from training.loop import checkpoints
 from training.loop.checkpoints import CHECKSUMS, Checkpoints, damage
 from training.loop.step import TrainState
@@ -247,13 +246,6 @@ def test_a_full_disk_is_an_error_without_a_logged_traceback(directory, monkeypat
 
 
 # As a user meets them
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("training")
-    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
-    return folder
 
 
 def test_a_run_goes_on_from_the_intact_checkpoint_with_the_losses_it_had(folder, capsys):

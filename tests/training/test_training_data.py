@@ -153,28 +153,6 @@ def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_
         reading.read(str(file), formats.AUTO, rewriting, False)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{broken", "not JSON"),
-        ("[1]", "a JSON list, expected an object"),
-        ({"prompt": "x"}, r"no known keys in \(prompt\)"),
-        ({"question": "x", "answer": 3}, "`answer` is not a text"),
-        (conversation(("robot", "x")), "a turn is not from"),
-        ({"conversations": []}, "no list `conversations`"),
-        ({"instruction": "x", "instances": ["y"]}, "`instances` is not a list of objects"),
-    ],
-)
-def test_a_malformed_record_is_reported_with_its_line_and_skipped_only_when_asked(tmp_path, line, said):
-    file = write_lines(tmp_path / "a.jsonl", [{"text": "good"}, "", line, {"text": "fine"}])
-    with pytest.raises(reading.Malformed, match=rf"a\.jsonl:3: .*{said}.*--skip-malformed"):
-        read(file)
-    reported = []
-    assert texts(read(file, skip=True, report=reported.append)) == ["good", "fine"]
-    assert len(reported) == 1
-    assert "a.jsonl:3" in reported[0]
-
-
 def test_records_of_a_json_list_have_lines_too(tmp_path):
     file = tmp_path / "a.json"
     file.write_text('[\n {"text": "a"},\n {"text":\n  4}\n]')
@@ -185,14 +163,6 @@ def test_records_of_a_json_list_have_lines_too(tmp_path):
         read(file, skip=True)
     file.write_text('{"text": "a"}')
     assert texts(read(file)) == ["a"]
-
-
-def test_a_line_that_is_not_utf8_is_one_malformed_record(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(reading.Malformed, match=r"a\.jsonl:2: not UTF-8"):
-        read(file)
-    assert texts(read(file, skip=True, report=lambda _: None)) == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ import pytest
 
 from tests.core.test_mesh import on_eight_devices
 from tests.training.test_training_mesh import SHAPE
-from tests.training.test_training_run import ROOT, STORIES, arguments, best_of, losses_of, metrics
+from tests.training.test_training_run import ROOT, arguments, best_of, losses_of, metrics
 from training import sft
-from training.data import reading
 from training.loop import step
 from training.loop.checkpoints import Checkpoints
 from training.reports import evaluation
@@ -64,13 +63,6 @@ WAYS = {
     "two-by-four": [*ROWS, "--mesh", "data=2,model=4"],
     "one-accumulated": ["--batch", "2", "--accumulate", "4", "--mesh", "data=1"],
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("elastic")
-    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
-    return folder
 
 
 def final_state(folder: Path, name: str) -> list[np.ndarray]:

@@ -21,11 +21,6 @@ from training.heads import train as heads
 FAMILIES = ("gemma3_text", "olmo3", "granite", "glm4")
 
 
-@pytest.fixture(scope="module")
-def words():
-    return bpe_tokenizer.train(STORIES, 300)
-
-
 @pytest.fixture
 def folder(tmp_path, words, request):
     """A text, and an untrained model of a family."""

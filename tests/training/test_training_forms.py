@@ -84,14 +84,21 @@ def test_records_of_other_projects_are_read(tmp_path, record, text):
         ({"text": None}, "`text` is null"),
         ({"prompt": "x", "completion": "y", "ended": "no"}, "`ended`"),
         ({"instruction": "Add", "output": None}, "`output` is null"),
+        ({"instruction": "x", "instances": ["y"]}, "`instances` is not a list of objects"),
+        ({"prompt": "x"}, r"no known keys in \(prompt\)"),
+        ({"question": "x", "answer": 3}, "`answer` is not a text"),
+        ({"conversations": []}, "no list `conversations`"),
+        (["x"], "a JSON list, expected an object"),
     ],
 )
 def test_a_record_that_does_not_fit_is_named_and_skipped(tmp_path, record, why):
     file = written(tmp_path, {"text": "good"}, record, {"text": "fine"})
-    with pytest.raises(reading.Malformed, match=rf"a\.jsonl:2: .*{why}") as refused:
+    with pytest.raises(reading.Malformed, match=rf"a\.jsonl:2: .*{why}.*--skip-malformed") as refused:
         read(file)
     assert len(str(refused.value)) - len(str(file)) <= 300
-    assert texts(read(file, skip=True)) == ["good", "fine"]
+    reported = []
+    assert texts(read(file, skip=True, report=reported.append)) == ["good", "fine"]
+    assert "a.jsonl:2" in reported[0]
 
 
 def test_of_a_completion_in_messages_only_the_completion_is_learned(tmp_path):

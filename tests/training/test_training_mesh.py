@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec import load
 from tests.core.test_mesh import on_eight_devices
 from tests.engine.test_processes import begun, ended, free_address
-from tests.training.test_training_run import STORIES, losses_of
+from tests.training.test_training_run import losses_of
 from training import soft
-from training.data import reading
 from training.heads import train as heads
 from training.loop import state_sharding
 from training.reports import metrics
@@ -53,10 +52,8 @@ assert heads.main(second) == 0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(folder):
     """A text, and what one device makes of it: a sorted draft, and a head for it."""
-    folder = tmp_path_factory.mktemp("meshes")
-    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
     assert soft.main([*of_draft(folder, "one"), "--output", str(folder / "one")]) == 0
     assert heads.main(of_head(folder, "one-head")) == 0
     return folder

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from jaxspec.host import progress
 from jaxspec.host.progress import duration
-from tests.training.test_training_run import STORIES, arguments, metrics
+from tests.training.test_training_run import arguments, metrics
 from training import layerskip, option_files, sft, soft
-from training.data import bpe_tokenizer, conversations, packing, reading, sizing, sources
+from training.data import bpe_tokenizer, conversations, packing, sizing, sources
 from training.data.sizing import AUTO
 from training.loop import training_loop
 from training.loop.progress import FIRST_S, MAX_S, Pace, Progress
@@ -87,13 +87,6 @@ def test_times_are_said_as_people_say_them():
     assert [duration(s) for s in (0.1, 40, 59.6, 150, 5000, 7200)] == [
         *("1 s", "40 s", "1 min", "2 min", "83 min", "2.0 h")
     ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("training")
-    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
-    return folder
 
 
 @pytest.mark.full
@@ -360,17 +353,6 @@ def test_the_stand_in_for_auto_cannot_be_typed():
     with pytest.raises(ValueError, match="steps is -1"):
         options_of(sft.Options, "--steps", "-1")
     assert options_of(sft.Options, "--seed", "-1").seed == -1
-
-
-SHAPES = ["--heads 0", "--hidden-size -1", "--vocab-size 0", "--head-dim 1", "--context 0"]
-
-
-@pytest.mark.parametrize("given", SHAPES)
-def test_an_impossible_shape_is_refused_before_sizes_are_chosen(given):
-    option, value = given.split()
-    said = f"^{option} is {value}; give a whole number of at least"
-    with pytest.raises(ValueError, match=said):
-        options_of(sft.Options, option, value)
 
 
 def test_a_sorted_draft_is_as_deep_as_its_last_exit():

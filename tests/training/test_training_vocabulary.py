@@ -13,9 +13,8 @@ from jaxspec.io.methods import vocabulary_file
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from tests.training.test_training_run import STORIES, arguments, best_of, losses_of, metrics, one_error
+from tests.training.test_training_run import arguments, best_of, losses_of, metrics, one_error
 from training import sft, soft
-from training.data import reading
 from training.loop import optimizer, step
 from training.losses import base
 from training.losses import exits as exit_losses
@@ -122,10 +121,8 @@ def test_what_is_held_stays_and_has_no_moments(kind, tied, batch):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(folder):
     """A target of two layers, its text, and rankings of its tokens."""
-    folder = tmp_path_factory.mktemp("vocabulary")
-    (folder / "text.txt").write_text(f"\n{reading.SEPARATOR}\n".join(STORIES))
     shape = arguments(folder, "target", "--layers", "2", "--steps", "5")
     assert sft.main(shape) == 0
     size = huggingface.read_config(folder / "target").vocab_size
