@@ -111,12 +111,8 @@ class FakeSpeed:
         # The first measurement of one setting is far too good.
         if setting == (0.6, 0, 0) and self.calls.count(setting) == 1:
             score = 9.0
-        return {
-            "score": score,
-            "tokens_per_second": 100 * score,
-            "plain_tokens_per_second": 100.0,
-            "draft_acceptance_rate": None,
-        }
+        speeds = {"tokens_per_second": 100 * score, "plain_tokens_per_second": 100.0}
+        return {"score": score, "draft_acceptance_rate": None} | speeds
 
 
 GRID, SWEEP = ASDGrid(alphas=(0.6, 0.85, 0.92, 1.0), everys=(0, 2), keep_lasts=(0, 1)), Sweep(repeats=3)
@@ -136,11 +132,8 @@ def test_the_fastest_are_measured_anew(deep):
     calls = FakeSpeed.last.calls
     distinct = report["distinct"]
     assert report["settings"] == 16
-    assert (
-        len(set(calls[:distinct]))
-        == distinct
-        == len(asd_sweep.grouped(SIMILARITIES, asd_sweep.grid(*_lists())))
-    )
+    grid = asd_sweep.grid(GRID.alphas, GRID.everys, GRID.keep_lasts)
+    assert len(set(calls[:distinct])) == distinct == len(asd_sweep.grouped(SIMILARITIES, grid))
     counts = {setting: calls[distinct:].count(setting) for setting in calls[distinct:]}
     assert set(counts.values()) == {3}
     assert len(counts) >= race.FINALISTS
@@ -153,10 +146,6 @@ def test_the_fastest_are_measured_anew(deep):
     assert scores == sorted(scores, reverse=True)
     assert 9.0 not in scores
     assert not report["interrupted"]
-
-
-def _lists():
-    return GRID.alphas, GRID.everys, GRID.keep_lasts
 
 
 @pytest.mark.usefixtures("fake")
@@ -186,13 +175,11 @@ def test_wrong_sweeps(deep):
 def test_no_setting_compiles(deep):
     tried, sweep = ASDGrid(everys=(0, 2), keep_lasts=(0, 1)), Sweep(max_new_tokens=4, repeats=1)
     compiled = []
-    report = tune_asd(
-        deep,
-        PROMPTS,
-        tried,
-        sweep,
-        on_measured=lambda *told: compiled.append(deep.executables.num_compilations),
-    )
+
+    def told(*_) -> None:
+        compiled.append(deep.executables.num_compilations)
+
+    report = tune_asd(deep, PROMPTS, tried, sweep, on_measured=told)
     assert len(set(compiled)) == 1
     assert len(compiled) >= report["distinct"] > 3
     similarities = np.asarray(prepare_texts(deep, PROMPTS, [[0, 0]] * 2)[1])[:, :, 0]
