@@ -32,21 +32,15 @@ from jaxspec.programs import compiled
 from jaxspec.testing.models import TARGET
 from tests.commands import called, one_error
 
+MEGACORE = {"platform": "tpu", "chip_config_name": "megacore"}
+
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("v5e:2x4", {"platform": "tpu", "topology_name": "v5e:2x4", "chips_per_host_bounds": (2, 2, 1)}),
         ("v6e:1x1", {"platform": "tpu", "topology_name": "v6e:1x1", "chips_per_host_bounds": (1, 1, 1)}),
-        (
-            "v5p:2x2x2",
-            {
-                "platform": "tpu",
-                "topology_name": "v5:2x2x2",
-                "chips_per_host_bounds": (2, 2, 1),
-                "chip_config_name": "megacore",
-            },
-        ),
+        ("v5p:2x2x2", {"topology_name": "v5:2x2x2", "chips_per_host_bounds": (2, 2, 1)} | MEGACORE),
         ("a100", {"platform": "cuda", "topology": "1x1x1", "target_config": "a100"}),
         ("h200:4", {"platform": "cuda", "topology": "1x1x4", "target_config": "h200"}),
     ],
@@ -214,33 +208,6 @@ def test_a_draft_is_spread_as_its_own_shape(tmp_path):
 # The command
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ("--topology", "h300"),
-            "topology is 'h300'; give KIND:CHIPS with one of the kinds v5e, v5p, v6e, h100",
-        ),
-        (("--topology", "h100:2x4"), "give the number of GPUs of one host, 1 to 8, such as h100:2"),
-        (("--topology", "h100:"), "give the number of GPUs of one host, 1 to 8, such as h100:2"),
-        (("--topology", "l4:9"), "give the number of GPUs of one host, 1 to 8, such as l4:2"),
-        (("--topology", "v5e:2"), "each of the 2 axes of v5e, such as v5e:2x2"),
-        (("--topology", "v5p:2x2"), "each of the 3 axes of v5p, such as v5p:2x2x1"),
-        (("--topology", "v5e:0x2"), "such as v5e:2x2"),
-        (
-            ("--topology", "v5e:2x2", "--mesh", "data=1,model=3"),
-            "--mesh is 'data=1,model=3', which has 3 places",
-        ),
-        (("--topology", "v5e:2x2", "--mesh", "rows=4"), "and model (heads), such as data=1,model=4\n"),
-        (("--topology", "v5e:2x2", "--mesh", "model=2,model=2"), "its axes data (rows) and model (heads)"),
-        (("--topology", "v5e:2x2", "--method", "none"), "unknown method 'none'"),
-        (("--topology", "v5e:2x2", "--method", "ngram", "--exit-layer", "2"), "has no option --exit-layer"),
-    ],
-)
-def test_wrong_topologies_and_meshes(capsys, arguments, says):
-    assert says in one_error(lambda *given: called(capsys, *given), "compile", "--shape", "31m", *arguments)
-
-
 def test_a_mesh_that_says_less():
     assert mesh_axes(None, 4) == {"data": 1, "model": 4}
     assert mesh_axes("data=4", 4) == {"data": 4, "model": 1}
@@ -318,23 +285,31 @@ def test_the_report_of_the_command(capsys):
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("words", "says"),
     [
-        (("--shape", "9b"), "unknown shape '9b'; give one of 31m"),
-        (("--shape", "31m", "--model", "small"), "got both --model small and --shape 31m"),
-        (("--shape", "31m", "--batch", "0"), "--batch is 0; give at least 1"),
-        (("--shape", "31m", "--capacity", "0"), "--capacity is 0; give at least 1"),
-        (("--shape", "31m", "--method", "draft-model", "--draft", "134m"), "vocabulary of 32000 tokens"),
-        (
-            ("--shape", "31m", "--method", "ngram", "--num-draft-tokens", "99", "--capacity", "64"),
-            "100 slots",
-        ),
+        ("h300", "topology is 'h300'; give KIND:CHIPS with one of the kinds v5e, v5p, v6e, h100"),
+        ("h100:2x4", "give the number of GPUs of one host, 1 to 8, such as h100:2"),
+        ("h100:", "give the number of GPUs of one host, 1 to 8, such as h100:2"),
+        ("l4:9", "give the number of GPUs of one host, 1 to 8, such as l4:2"),
+        ("v5e:2", "each of the 2 axes of v5e, such as v5e:2x2"),
+        ("v5p:2x2", "each of the 3 axes of v5p, such as v5p:2x2x1"),
+        ("v5e:0x2", "such as v5e:2x2"),
+        ("v5e:2x2 --mesh data=1,model=3", "--mesh is 'data=1,model=3', which has 3 places"),
+        ("v5e:2x2 --mesh rows=4", "and model (heads), such as data=1,model=4\n"),
+        ("v5e:2x2 --mesh model=2,model=2", "its axes data (rows) and model (heads)"),
+        ("v5e:2x2 --method none", "unknown method 'none'"),
+        ("v5e:2x2 --method ngram --exit-layer 2", "has no option --exit-layer"),
+        ("v5e:1x1 --shape 9b", "unknown shape '9b'; give one of 31m"),
+        ("v5e:1x1 --model small", "got both --model small and --shape 31m"),
+        ("v5e:1x1 --batch 0", "--batch is 0; give at least 1"),
+        ("v5e:1x1 --capacity 0", "--capacity is 0; give at least 1"),
+        ("v5e:1x1 --method draft-model --draft 134m", "vocabulary of 32000 tokens"),
+        ("v5e:1x1 --method ngram --num-draft-tokens 99 --capacity 64", "100 slots"),
     ],
 )
-def test_what_cannot_be_compiled(capsys, arguments, says):
-    assert says in one_error(
-        lambda *given: called(capsys, *given), "compile", "--topology", "v5e:1x1", *arguments
-    )
+def test_what_cannot_be_compiled(capsys, words, says):
+    given = ("compile", "--shape", "31m", "--topology", *words.split())
+    assert says in one_error(lambda *given: called(capsys, *given), *given)
 
 
 # The compilers of other devices

@@ -271,11 +271,6 @@ def test_a_live_output_is_replaced_in_place():
     exec(LIVE, {})
 
 
-def test_there_are_notebooks():
-    """An empty folder would pass the tests above."""
-    assert NOTEBOOKS
-
-
 @pytest.mark.parametrize(
     ("answer", "extra"),
     [

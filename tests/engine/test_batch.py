@@ -80,27 +80,21 @@ def test_a_plain_record_has_the_text_of_generate(tmp_path, lm):
         assert ("logprobs" in one) == ("logprobs" in options)
 
 
-def test_lines_of_openai(tmp_path, chat_lm):
-    def line(name, url, **body):
-        return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": body}
+def line(name, url="completions", **body):
+    """Returns a line of OpenAI's form."""
+    return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": body}
 
+
+def test_lines_of_openai(tmp_path, chat_lm):
     messages = [{"role": "user", "content": "ab"}]
     usual = chat_lm.generate([3, 4], max_new_tokens=16, ignore_eos=True).text
+    given = {"prompt": [3, 4], "logprobs": 0, "ignore_eos": True}
+    chat = {"model": "m", "messages": messages, "max_completion_tokens": 4, "ignore_eos": True}
     records = [
-        line(
-            "chat", "chat/completions", model="m", messages=messages, max_completion_tokens=4, ignore_eos=True
-        ),
-        line("two", "completions", prompt=["ab", "cd"], n=2, temperature=1, seed=4, max_tokens=4, echo=True),
-        line("usual", "completions", prompt=[3, 4], logprobs=0, ignore_eos=True),
-        line(
-            "held",
-            "completions",
-            prompt=[3, 4],
-            logprobs=0,
-            ignore_eos=True,
-            stop=[usual[2:9] + "!"],
-            seed=-1,
-        ),
+        line("chat", "chat/completions", **chat),
+        line("two", prompt=["ab", "cd"], n=2, temperature=1, seed=4, max_tokens=4, echo=True),
+        line("usual", **given),
+        line("held", **given, stop=[usual[2:9] + "!"], seed=-1),
     ]
     output = run(chat_lm, written(tmp_path / "in", records), options={})
     found = {one["custom_id"]: one for one in answers(output)}
@@ -144,49 +138,30 @@ BAD = [
     ({"prompt": "ab", "acceptor": [1]}, "unknown acceptor [1]"),
     (b'{"id": NaN, "prompt": "ab"}', "not valid JSON: Out of range"),
     ({"custom_id": "x", "url": [], "body": {}}, "the url is []"),
-    (
-        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "n": 10**30}},
-        "n is 1000000000000000000000000000000; give a number from 1 to 128",
-    ),
+    (line("x", prompt="a", n=10**30), "n is 1000000000000000000000000000000; give a number from 1 to 128"),
     ({"messages": [{"role": "user", "content": "ab"}]}, "chat template"),
-    ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "/v1/embeddings"),
-    (
-        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "tools": [1]}},
-        "tools is not supported",
-    ),
-    (
-        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 0}},
-        "max_tokens is 0",
-    ),
-    (
-        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 0, "echo": True}},
-        "a batch answers no prompt alone",
-    ),
-    ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "no streams"),
-    ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": ["a", "b" * 600]}}, "context"),
+    (line("x", "embeddings"), "/v1/embeddings"),
+    (line("x", prompt="a", tools=[1]), "tools is not supported"),
+    (line("x", prompt="a", max_tokens=0), "max_tokens is 0"),
+    (line("x", prompt="a", max_tokens=0, echo=True), "a batch answers no prompt alone"),
+    (line("x", prompt="a", stream=True), "no streams"),
+    (line("x", prompt=["a", "b" * 600]), "context"),
     ({"url": "/v1/completions", "body": {"prompt": [99]}}, "prompt has the token id 99"),
     ({"prompt": "ab", "method": {"name": "ngram"}}, "give its name, and its options as fields"),
     ({"prompt": "ab", "method": "auto", "among": 3}, "among is 3; give a text or several"),
     ({"prompt": "ab", "method": "hybrid", "first": []}, "first is []; give a text"),
-    (
-        {"url": "/v1/completions", "body": {"prompt": "a", "method": {"name": "auto", "among": [{}]}}},
-        "among[0] is {}",
-    ),
+    (line("x", prompt="a", method={"name": "auto", "among": [{}]}), "among[0] is {}"),
 ]
 
 
 @pytest.mark.full
 def test_grammars_of_lines_and_of_the_job(tmp_path, chat_lm):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {"type": "null"}}}}
-    bodies = {
-        "own": {"guided_regex": "a{3}"},
-        "job's": {},
-        "bad": {"guided_regex": "("},
-        "unknown": {"response_format": form},
-    }
     records = [
-        {"custom_id": name, "url": "/v1/completions", "body": {"prompt": "ab", "max_tokens": 9, **body}}
-        for name, body in bodies.items()
+        line("own", prompt="ab", max_tokens=9, guided_regex="a{3}"),
+        line("job's", prompt="ab", max_tokens=9),
+        line("bad", prompt="ab", max_tokens=9, guided_regex="("),
+        line("unknown", prompt="ab", max_tokens=9, response_format=form),
     ]
     records += [{"id": "record", "prompt": "ab", "regex": "e{2}"}, {"id": "job", "prompt": "ab"}]
     output = run(chat_lm, written(tmp_path / "in", records), options={"choices": ["cd", "dd"]})
@@ -240,8 +215,7 @@ def test_an_error_of_the_program_is_the_answer_of_its_line(tmp_path, lm, monkeyp
         return before(scheduler, **options)
 
     monkeypatch.setattr(Scheduler, "add", add)
-    body = {"prompt": "ab", "n": 3, "seed": 5, "temperature": 1.0}
-    wrong = {"custom_id": "x", "url": "/v1/completions", "body": body}
+    wrong = line("x", prompt="ab", n=3, seed=5, temperature=1.0)
     found = answers(run(lm, written(tmp_path / "in", [{"prompt": "ab"}, wrong, {"prompt": "cd"}])))
     (error,) = (one for one in found if "custom_id" in one)
     assert error["error"] == {"code": "server_error", "message": "TypeError: no such thing", "line": 2}

