@@ -98,6 +98,19 @@ def test_the_page_and_the_lists_name_what_is_public():
     assert {"Shape", "Resources", "LoadedModel", "check_drafter", "drafter_loop", "Loop", "params"} < found
 
 
+def test_a_wrong_example_fails(monkeypatch):
+    from jaxspec import protocol
+
+    monkeypatch.setattr(protocol.Prefill, "__doc__", ">>> 1\n2\n")
+    with pytest.raises(AssertionError, match=r"Failed example:\s+1"):
+        test_examples_run(ROOT / "jaxspec" / "protocol.py")
+
+
+def test_a_missing_example_is_noticed():
+    source = 'class A:\n    """Says."""\ndef f():\n    """Says.\n\n    >>> f()\n    """\ndef _g(): pass\n'
+    assert [name for name, text in public(source) if ">>> " not in text] == ["A"]
+
+
 LONG = (
     "jaxspec.testing.contracts",
     "jaxspec.drafting.chain_drafter",
