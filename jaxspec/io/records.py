@@ -117,7 +117,7 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         return record(typing.cast(Any, hint), value, where)
     if origin is Mapping and isinstance(value, dict):
         return {name: _value(one, parts[1], f"{where}: {name}") for name, one in value.items()}
-    if origin is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list | tuple):  # a tuple was not written yet
         kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
         if len(kinds) == len(value):
             return tuple(_value(one, kind, where) for one, kind in zip(value, kinds, strict=True))
