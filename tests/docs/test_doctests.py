@@ -29,7 +29,6 @@ PUBLIC = (
     *sorted(ROOT.glob("jaxspec/heads/*/method.py")),
     "jaxspec/testing",
     "jaxspec/engine/language_model.py",
-    "jaxspec/engine/model.py",
     "jaxspec/engine/conversation.py",
     "jaxspec/texts/results.py",
     "jaxspec/engine/scheduler.py",
