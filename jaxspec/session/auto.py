@@ -57,16 +57,18 @@ class Chosen(Always):
     def __init__(self, loop: Loop, auto: Auto, explain: bool, waits: bool) -> None:
         super().__init__(loop, auto.drafter)
         self._auto, self._explain = auto, explain
-        # The drafter of the smaller program; None once the whole one is used.
+        # The drafter of the smaller program; None if there is none.
         self._plain = None if waits else dataclasses.replace(self.drafter, plain=True)
+        # The capacities for which the whole program is ready.
+        self._whole: set[int] = set()
         # Whether a draft has been expected to pay.
         none = np.zeros((1, len(auto.names), 2))
         self._pays = self._is_expected_to_pay(none, none)
         # `ChoiceState.used` of each row, after the last call.
         self._used: np.ndarray | None = None
-        # The arguments of the next call and the most tokens that a row still gains, until `learn`.
+        # The arguments of the next call, until `learn`.
         self._last: Any = None
-        # Whether the smaller program was ready before the first call: an earlier text of this process has used it.
+        # Whether the smaller program was not ready before the first call: no text of this process has used it.
         self._first: bool | None = None
 
     @functools.cached_property
@@ -93,7 +95,8 @@ class Chosen(Always):
             for name, count in zip(self._auto.names, used, strict=False)
             if count
         ]
-        late = ", the program of drafts was not ready in time" if self._plain and self._pays else ""
+        waited = self._plain is not None and self._pays and not self._whole and self._used is not None
+        late = ", the program of drafts was not ready in time" if waited else ""
         return f"auto: {', '.join(parts) if parts else 'plain decoding' + late}"
 
     def begin_row(self, row: int) -> None:
@@ -107,20 +110,21 @@ class Chosen(Always):
         self, params: Weights, parts: Parts, state: DecodeState, turn: Turn
     ) -> tuple[DecodeState, Emitted]:
         state, emitted = super().rounds(params, self._current(params, parts, state), state, turn)
-        self._last = params, parts, state, turn.remaining.max()
+        self._last = params, parts, state
         return state, emitted
 
     def _current(self, params: Weights, parts: Parts, state: Any) -> Parts:
-        """Returns the settings of the next call: those of the whole program once it is ready."""
-        if self._plain is None:
+        """Returns the settings of a call: those of the whole program once it is ready for such a state."""
+        if self._plain is None or state.capacity in self._whole:
             return parts
         small = dataclasses.replace(parts, drafter=self._plain)
-        if self._first is not None and not self._pays:
-            return small
         if self._first is None:
             self._first = not self._is_ready(params, small, state)
+        elif not self._pays:
+            return small
         if self._loop.executables.failed or self._is_ready(params, parts, state):
-            self._plain = None
+            self._whole.add(state.capacity)
+            self._pays = True
             return parts
         return small
 
@@ -129,23 +133,27 @@ class Chosen(Always):
         executables = self._loop.executables
         return executables.ready(executables.key(function, *arguments, **static))
 
-    def learn(self) -> None:
-        (params, parts, state, remaining), self._last = self._last, None
-        rule = fetched(state.drafter_state.rule._replace(found=(), choice=None))
-        self._used = np.array(rule.used)
-        if self._plain is None:
+    def learn(self, remaining: np.ndarray) -> None:
+        # The state is donated to the next call.
+        (params, parts, state), self._last = self._last, None
+        rule = state.drafter_state.rule
+        self._used = np.array(fetched(rule.used))
+        if self._plain is None or state.capacity in self._whole:
             return
-        self._pays = self._pays or self._is_expected_to_pay(rule.right, rule.wrong)
+        self._pays = self._pays or self._is_expected_to_pay(*fetched((rule.right, rule.wrong)))
         if self._pays:
             function, arguments, static = super().next_call(params, parts, state)
-            executables = self._loop.executables
-            if not self._first or remaining >= _LONG or executables.at_hand(function, *arguments, **static):
+            executables, goes_on = self._loop.executables, remaining.max() >= _LONG
+            if not self._first or goes_on or executables.at_hand(function, *arguments, **static):
                 executables.prepare(function, *arguments, **static)
 
     def _is_expected_to_pay(self, right: np.ndarray, wrong: np.ndarray) -> bool:
-        """Whether some candidate is expected to be faster than plain decoding; counts of B rows, float[B, C, 2]."""
+        """Whether a lookup is expected to be faster than plain decoding; counts of B rows, float[B, C, 2].
+
+        The smaller program does not count drafts of models, which therefore always have a chance.
+        """
         rule = cast("Choosing", self._auto.drafter).rule
-        return any(
+        return bool(rule.models) or any(
             rule.speedups(at, *counts).max() > 1
             for row in zip(right, wrong, strict=True)
             for at, counts in enumerate(zip(*row, strict=True))

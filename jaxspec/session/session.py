@@ -387,7 +387,7 @@ class Session:
         turn = Turn(max_rounds, self.rows.halt, self.rows.remaining)
         self._state, emitted = self.strategy.rounds(self._params, self._parts, self._state, turn)
         updates = self._updates(emitted, list(enumerate(range(len(self.rows)))))
-        self.strategy.learn()
+        self.strategy.learn(self.rows.remaining)
         return updates
 
     def _resize(self, batch: int) -> None:

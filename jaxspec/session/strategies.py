@@ -91,8 +91,8 @@ class Strategy(abc.ABC):
           turn: the numbers of this call.
         """
 
-    def learn(self) -> None:
-        """Takes note of the last call of `rounds`, once the host has read its tokens."""
+    def learn(self, remaining: np.ndarray) -> None:
+        """Takes note of the last call of `rounds`, once the host has read its tokens; `remaining`: as in `Turn`."""
         return
 
 

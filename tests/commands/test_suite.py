@@ -23,6 +23,7 @@ from jaxspec.measuring.bench.prompt_files import Task
 from jaxspec.measuring.bench.suite import Suite, plan
 from jaxspec.measuring.bench.suite_options import SuiteOptions
 from jaxspec.measuring.bench.suite_report import cells, columns, report
+from jaxspec.measuring.commands import bench
 from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods.base import share_of_step
 from jaxspec.model.llama import floor_bytes
@@ -490,6 +491,16 @@ def test_interrupted(run, model, monkeypatch, tmp_path):
     monkeypatch.setattr(suite.LanguageModel, "generate", original)
     status, out, _ = run(*arguments, "--output", tmp_path)
     assert (status, "interrupted" in out) == (0, False)
+
+
+def test_texts_that_differ_are_told(run, model, monkeypatch):
+    monkeypatch.setattr(bench, "show", lambda *given: None)
+    wrong = lambda self, prompt, plain, texts: suite.Difference(0, 1, (2, 3), 0.1)  # noqa: E731
+    monkeypatch.setattr(suite.Suite, "_difference", wrong)
+    _, _, err = run(
+        "--model", model, "--methods", "ngram", "--max-new-tokens", 4, "--limit", 1, "--repeats", 1
+    )
+    assert "jaxspec: warning: 1 text of ngram is not plain decoding's\n" in err
 
 
 @pytest.mark.parametrize(

@@ -150,11 +150,9 @@ def test_rows_join_and_leave(lm):
     assert all(row.drafted_by.startswith("auto: ") for row in rows)
 
 
-@pytest.mark.parametrize(("most", "drafts"), [(256, [False, False, True]), (8, [False, True, True])])
-def test_a_text_begins_without_the_program_of_drafts(kept, monkeypatch, most, drafts):
-    """It is compiled for a long text, or after the first one; the next process has it stored."""
-    monkeypatch.setattr(auto, "_LONG", most)
-    for expected in (drafts, [False, True, True]):
+def test_a_text_begins_without_the_program_of_drafts(kept):
+    """It is compiled after the first text; the next process has it stored."""
+    for expected in ([False, False, True], [False, True, True]):
         lm, texts = tiny.language_model(), []
         alone = lm.generate(list(PROMPT), max_new_tokens=1, **ALL)
         assert alone.drafted_by == "auto: plain decoding"
@@ -166,10 +164,29 @@ def test_a_text_begins_without_the_program_of_drafts(kept, monkeypatch, most, dr
         assert "the program of drafts was not ready in time" in texts[0].drafted_by
 
 
+def test_a_model_gets_its_chance_without_copies():
+    lm = tiny.language_model()
+    lm.step_costs = CHEAP
+    for _ in range(3):
+        text = lm.generate([5], method="auto", among="layerskip", exit_layer=1, **LONG)
+        lm.executables.wait()
+    assert "layerskip" in text.drafted_by
+
+
+def test_no_program_is_compiled_for_a_text_that_has_ended(monkeypatch):
+    monkeypatch.setattr(auto, "_LONG", 8)
+    lm, end = tiny.language_model(), tiny.greedy(PROMPT, 3)[-1]
+    text = lm.generate(list(PROMPT), stop_token_ids=[end], **ALL, max_new_tokens=40)
+    compiled = lm.executables.num_compilations
+    lm.executables.wait()
+    assert len(text.tokens) <= 3
+    assert lm.executables.num_compilations == compiled
+
+
 @pytest.mark.full
-def test_the_drafter_takes_over_within_a_text():
+def test_the_drafter_takes_over_within_a_long_text(monkeypatch):
+    monkeypatch.setattr(auto, "_LONG", 8)
     lm, text = tiny.language_model(), []
-    lm.generate(list(PROMPT), method="auto", among="ngram", **LONG)
     for piece in lm.stream(list(PROMPT), method="auto", among="ngram", **LONG):
         text += [token.id for token in piece.token_records]
         lm.executables.wait()  # after the first piece

@@ -470,3 +470,17 @@ def test_transformers_says_nothing(tmp_path):
         check=True,
     )
     assert (done.stdout, done.stderr) == ("30\n", "")
+
+
+@pytest.mark.full
+def test_transformers_is_imported_only_where_it_must_be():
+    code = (
+        "import sys, jaxspec.io.hf.huggingface; from jaxspec.io.tokenizers.tokenizer import load_tokenizer;"
+        f"load_tokenizer({str(CHECKPOINTS / 'small')!r}).encode('a'); print('transformers' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.strip() == "False"

@@ -77,6 +77,17 @@ def test_soft_is_the_mean_over_exits_and_so_is_its_gradient(params, batch):
     assert_trees_close(got, jax.jit(jax.value_and_grad(plain))(params))
 
 
+@pytest.mark.full
+def test_distillation_vanishes_at_the_target_itself_and_only_there(params, batch):
+    other = llama.init_params(CONFIG, jax.random.key(2))
+    distilled = jax.jit(exit_losses.soft_loss(CONFIG, (LAYERS,), target=CONFIG, distil_weight=1.0))
+    assert float(distilled(params, batch, given(target=params))[0]) == pytest.approx(0, abs=1e-4)
+    assert float(distilled(params, batch, given(target=other))[0]) > 1
+    mixed = jax.jit(exit_losses.soft_loss(CONFIG, (LAYERS,), target=CONFIG, distil_weight=0.25))
+    expected = 0.75 * loss_at(params, batch, LAYERS) + 0.25 * distilled(params, batch, given(target=other))[0]
+    assert float(mixed(params, batch, given(target=other))[0]) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_divergence_is_kullback_leibler():
     rng = np.random.default_rng(1)
     wanted, logits = rng.normal(size=(2, 1, 3, 5))
