@@ -34,7 +34,9 @@ class TrainedFor:
         Raises:
           ValueError: a part has another form, or does not fit the model.
         """
-        return record(cls, own, "jaxspec").checked(num_layers, vocab_size)
+        # An empty list is no list of exits.
+        given = {name: part or None for name, part in own.items()} if isinstance(own, dict) else own
+        return record(cls, given, "jaxspec").checked(num_layers, vocab_size)
 
     def checked(self, num_layers: int, vocab_size: int) -> TrainedFor:
         """Returns the same record.

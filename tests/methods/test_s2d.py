@@ -247,7 +247,10 @@ def test_exits_are_read_from_a_models_config(tmp_path):
     assert load(tmp_path / "model").drafter("s2d", draft=str(tmp_path / "model"))[0].config.num_layers == 3
     for wrong in ([], [3, 1], [0, 2], [2, 5], [1, 1], "2", [True, 2], 3, None):
         path.write_text(json.dumps({**content, "jaxspec": {"exits": wrong}}))
-        with pytest.raises(ValueError, match="expected a rising list of layers from 1 to 4"):
+        with pytest.raises(
+            ValueError,
+            match=r"expected a (rising list of layers from 1 to 4|list, each entry a whole number)",
+        ):
             load(tmp_path / "model")
     path.write_text(json.dumps({**content, "jaxspec": [1, 3]}))
     with pytest.raises(ValueError, match="expected an object"):
