@@ -35,6 +35,9 @@ class Auto:
 
 # The tokens that a text must still gain for its program to be compiled beside it.
 _LONG = 256
+# Why a text for which a draft would pay was decoded plainly.
+_ASKED = "the program of drafts was not ready in time"
+_NOT_ASKED = "a short text does not compile the program of drafts, LanguageModel.warm_up does"
 
 
 class Chosen(Always):
@@ -68,6 +71,8 @@ class Chosen(Always):
         self._used: np.ndarray | None = None
         # The arguments of the next call, until `learn`.
         self._last: Any = None
+        # Whether the whole program has been asked for.
+        self._asked = False
         # Whether the smaller program was not ready before the first call: no text of this process has used it.
         self._first: bool | None = None
 
@@ -96,7 +101,7 @@ class Chosen(Always):
             if count
         ]
         waited = self._plain is not None and self._pays and not self._whole and self._used is not None
-        late = ", the program of drafts was not ready in time" if waited else ""
+        late = f"; {_ASKED if self._asked else _NOT_ASKED}" if waited else ""
         return f"auto: {', '.join(parts) if parts else 'plain decoding' + late}"
 
     def begin_row(self, row: int) -> None:
@@ -145,6 +150,7 @@ class Chosen(Always):
             function, arguments, static = super().next_call(params, parts, state)
             executables, goes_on = self._loop.executables, remaining.max() >= _LONG
             if not self._first or goes_on or executables.at_hand(function, *arguments, **static):
+                self._asked = True
                 executables.prepare(function, *arguments, **static)
 
     def _is_expected_to_pay(self, right: np.ndarray, wrong: np.ndarray) -> bool:

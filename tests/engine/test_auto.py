@@ -161,7 +161,8 @@ def test_a_text_begins_without_the_program_of_drafts(kept):
             lm.executables.wait()
         assert all(text.tokens == tiny.greedy(PROMPT, 40) for text in texts)
         assert ["ngram in " in text.drafted_by for text in texts] == expected
-        assert "the program of drafts was not ready in time" in texts[0].drafted_by
+        why = "was not ready in time" if expected[1] else "a short text does not compile"
+        assert why in texts[0].drafted_by
 
 
 def test_a_model_gets_its_chance_without_copies():
