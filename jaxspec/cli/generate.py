@@ -231,7 +231,7 @@ def _as_json(statistics: Statistics | None) -> dict[str, Any] | None:
 def explained(result: Result) -> str:
     """The table of `--explain`: what was expected of each candidate before the text."""
     width = max([12, *(len(one.name) for one in result.expected)])
-    lines = [f"{'candidate':<{width}}  drafts  acceptance  speed-up"]
+    lines = ["expected before the text:", f"{'candidate':<{width}}  drafts  acceptance  speed-up"]
     for one in result.expected:
         lines.append(f"{one.name:<{width}}  {one.length:>6}  {one.acceptance:>10.2f}  {one.speedup:>8.2f}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,10 +139,8 @@ class ChoiceRule:
         longest = one.num_draft_tokens
         accept = np.array(prices.accept[at, :longest])
         if at in self.lookups:
-            accept = np.resize(accept, max(longest, 2))
-            accept[:2] = (_EXPECTED * accept[:2] + right) / (_EXPECTED + right + wrong)
-            accept[2:] = accept[1]
-            accept = accept[:longest]
+            rates = _rates(np.asarray(prices.accept[at, :2]), right, wrong)
+            accept[:1], accept[1:] = rates[:1], rates[1:2]
         nodes = [one.num_nodes] * longest if one.drafts_trees else range(1, longest + 1)
         times = verify[np.searchsorted(self.widths, nodes, side="right")] + draft[:longest]
         speedups: np.ndarray = (1 + np.cumsum(np.cumprod(accept))) * verify[0] / times
@@ -245,8 +243,7 @@ class ChoiceRule:
     ) -> jax.Array:
         """Returns the expected accepted tokens of a lookup's drafts, cut to each of `lengths`, float32[B, W]."""
         right, wrong = state.right[:, at], state.wrong[:, at]
-        expected = _EXPECTED * self.prices.accept[at, :2]
-        rates = jnp.clip((expected + right) / (_EXPECTED + right + wrong), _EDGE, 1 - _EDGE)
+        rates = jnp.clip(_rates(self.prices.accept[at, :2], right, wrong), _EDGE, 1 - _EDGE)
         begins, goes_on = rates[:, :1], rates[:, 1:]
         count = jnp.minimum(found.count, budget)[:, None]
         # The exponent counts the lookup's expected tokens, not its draft tokens.
@@ -305,3 +302,8 @@ class ChoiceRule:
                 right.append(jnp.concatenate([mine * good, jnp.zeros_like(good)], axis=1))
                 wrong.append(jnp.concatenate([failed, jnp.zeros_like(failed)], axis=1))
         return jnp.stack(right, axis=1), jnp.stack(wrong, axis=1)
+
+
+def _rates(expected: Any, right: Any, wrong: Any) -> Any:
+    """Returns the acceptance rates of a lookup's first and further tokens, [..., 2], from expected ones and counts."""
+    return (_EXPECTED * expected + right) / (_EXPECTED + right + wrong)

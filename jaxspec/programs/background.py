@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import queue
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -20,6 +22,8 @@ _threads: dict[threading.Thread, _Queue] = {}
 _leaving = threading.Event()
 # Seconds: the longest time an idle thread takes to end, and the interval between two checks of a busy one.
 _POLL = 0.1
+# Seconds of waiting at the end of the process before a line says why.
+_SILENT = 5.0
 
 
 class Worker:
@@ -87,11 +91,17 @@ def _leave() -> None:
             work.put(None)
         last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         interrupted = isinstance(last, KeyboardInterrupt) and not hasattr(sys, "ps1")
+        silent_until = time.monotonic() + _SILENT
         for thread in threads:
             thread.join(_POLL)
             # Short joins, so that Python can handle a signal that another thread received.
             while not interrupted and thread in _threads:
                 thread.join(_POLL)
+                if time.monotonic() > silent_until:
+                    silent_until = math.inf
+                    print(
+                        "jaxspec: the process ends after a compilation; Ctrl-C ends it now", file=sys.stderr
+                    )
     except KeyboardInterrupt:
         interrupted = True
     # After Ctrl-C during a join, Python treats the thread as ended, so `_threads` is checked.

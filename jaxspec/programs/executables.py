@@ -103,7 +103,7 @@ class Executables:
 
     def compiled(self, function: Callable[..., Any], *args: Any, **static: Any) -> Callable[..., Any]:
         """Returns the executable for such arguments, compiled if necessary; arrays may be `jax.ShapeDtypeStruct`s."""
-        key, future, mine = self._claim(function, args, static)
+        key, future, mine = self._claim(function, args, static, at_once=True)
         if mine or not future.done():
             began = time.perf_counter()
             with Progress(_activity(function, Key(function, args, static))):
@@ -116,9 +116,9 @@ class Executables:
 
     def prepare(self, function: Callable[..., Any], *args: Any, **static: Any) -> None:
         """Compiles for such arguments in the background; arrays may be `jax.ShapeDtypeStruct`s."""
-        key, future, mine = self._claim(function, args, static)
+        key, future, mine = self._claim(function, args, static, at_once=False)
         if mine:
-            compile_it = _with_callers_precision(self._compile)
+            compile_it = _with_callers_precision(self._compile_queued)
             self._worker.submit(compile_it, key, future, function, args, static)
 
     @staticmethod
@@ -168,7 +168,7 @@ class Executables:
                 if len(known) == MAX_VARIANTS:
                     self._drop(known[0])
                 future = self._add(key)
-                compile_variant = _with_callers_precision(self._compile)
+                compile_variant = _with_callers_precision(self._compile_queued)
                 self._worker.submit(compile_variant, key, future, function, args, static)
             ready = future is not None and future.done() and future.exception() is None
             counted = {"hits": self.variants.hits + 1} if ready else {"misses": self.variants.misses + 1}
@@ -183,16 +183,18 @@ class Executables:
             concurrent.futures.wait(futures)
 
     def _claim(
-        self, function: Callable[..., Any], args: Any, static: dict[str, Any]
+        self, function: Callable[..., Any], args: Any, static: dict[str, Any], at_once: bool
     ) -> tuple[Any, Future[Any], bool]:
-        """Returns the key and future of an executable, and whether the caller must compile it."""
+        """Returns the key and future of an executable, and whether the caller must compile it.
+
+        `at_once`: the caller waits for it; it takes over a compilation that is queued and has not begun.
+        """
         key = _key(function, args, static)
         with self._lock:
             known = self._futures.get(key)
-            if known is not None:
-                self._use(key)
-                return key, known, False
-            return key, self._add(key), True
+            future = self._add(key) if known is None else known
+            self._use(key)
+            return key, future, (_begin(future) if at_once else known is None)
 
     def _use(self, key: Any) -> None:
         """Makes a program the one that was used last. Needs the lock, as do `_add` and `_drop`."""
@@ -230,6 +232,13 @@ class Executables:
                 if len(_USED) <= MAX_PROGRAMS and (few or memory.used_mappings() <= MAX_MAPPINGS):
                     break
                 one._drop(key)
+
+    def _compile_queued(self, key: Any, future: Future[Any], *call: Any) -> None:
+        """Compiles what the worker's queue holds, unless a caller has begun with it."""
+        with self._lock:
+            mine = _begin(future)
+        if mine:
+            self._compile(key, future, *call)
 
     def _compile(
         self, key: Any, future: Future[Any], function: Any, args: Any, static: dict[str, Any]
@@ -277,6 +286,11 @@ class _Made:
 
     program: Any
     loaded: bool
+
+
+def _begin(future: Future[Any]) -> bool:
+    """Marks a compilation as begun; returns whether it had not begun. Needs the lock."""
+    return not (future.running() or future.done()) and future.set_running_or_notify_cancel()
 
 
 def _described(function: Any, key: Key) -> str:

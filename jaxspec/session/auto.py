@@ -148,7 +148,10 @@ class Chosen(Always):
         self._pays = self._pays or self._is_expected_to_pay(*fetched((rule.right, rule.wrong)))
         if self._pays:
             function, arguments, static = super().next_call(params, parts, state)
-            executables, goes_on = self._loop.executables, remaining.max() >= _LONG
+            executables = self._loop.executables
+            # Not for a capacity that the text leaves: the programs of the next one are needed first.
+            stays = (fetched(state.length) + remaining).max() <= state.capacity
+            goes_on = stays and remaining.max() >= _LONG
             if not self._first or goes_on or executables.at_hand(function, *arguments, **static):
                 self._asked = True
                 executables.prepare(function, *arguments, **static)

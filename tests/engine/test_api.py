@@ -206,6 +206,20 @@ def test_queued_programs_do_not_exceed_the_mappings(monkeypatch):
     assert len(executables._futures) == 4
 
 
+def test_who_waits_for_a_program_in_the_queue_compiles_it():
+    """A text must not wait for the programs before it in the queue, which take minutes."""
+    executables, free, ended = Executables(), threading.Event(), []
+    executables._worker.submit(lambda: ended.append(free.wait(30)))
+    add = jax.jit(lambda x, *, number: x + number, static_argnames="number")
+    executables.prepare(add, jnp.ones(2), number=1)
+    assert executables.call(add, jnp.ones(2), number=1).tolist() == [2, 2]
+    assert not ended
+    free.set()
+    executables.wait()
+    executables._worker.submit(lambda: None).result()
+    assert executables.num_compilations == 1
+
+
 def test_a_process_without_mappings_for_more_keeps_the_programs_in_use(monkeypatch):
     """Its other mappings would otherwise make each text compile all its programs."""
     monkeypatch.setattr(module, "_USED", type(module._USED)())

@@ -40,10 +40,14 @@ worker.submit(forever)
 begun.wait()
 """
 MODEL = """
+from jaxspec.programs import background
 from jaxspec.testing import language_model
 
+background._SILENT = 600
 lm = language_model()
-print(lm.generate("ab", method="auto", max_new_tokens=6).text)
+for _ in range(2):
+    text = lm.generate("ab", method="auto", max_new_tokens=6).text
+print(text)
 assert any(not one.done() for one in lm.executables._futures.values())
 """
 
@@ -56,6 +60,12 @@ def ended(program):
 def test_what_has_begun_is_waited_for_and_nothing_else(end, status):
     process = ended(WORK + end)
     assert (process.stdout, process.returncode) == ("first\n", status)
+
+
+def test_a_long_wait_at_the_end_is_told():
+    process = ended(WORK + "from jaxspec.programs import background\nbackground._SILENT = 0\n")
+    assert process.stdout == "first\n"
+    assert process.stderr == "jaxspec: the process ends after a compilation; Ctrl-C ends it now\n"
 
 
 def test_a_worker_that_nobody_holds_any_more_is_waited_for_too():
