@@ -37,7 +37,7 @@ class Auto:
 _LONG = 256
 # Why a text for which a draft would pay was decoded plainly.
 _ASKED = "the program of drafts was not ready in time"
-_NOT_ASKED = "a short text does not compile the program of drafts, LanguageModel.warm_up does"
+_NOT_ASKED = "the program of drafts is not compiled yet, LanguageModel.warm_up compiles it"
 
 
 class Chosen(Always):
