@@ -77,8 +77,8 @@ def calls(lm, method: str, batch: int, **options: Any) -> dict[Callable, Call]:
     seen = {}
     claim = lm.executables._claim
 
-    def spy(function, args, static):
-        key, future, mine = claim(function, args, static)
+    def spy(function, args, static, at_once):
+        key, future, mine = claim(function, args, static, at_once)
         seen.setdefault(function, Call(function, args, static, future))
         return key, future, mine
 
