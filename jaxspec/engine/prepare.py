@@ -158,8 +158,12 @@ def texts_of(
     options: GenerationOptions,
     prefix: Prefix | None = None,
     elastic: bool = False,
+    in_chunks: bool = True,
 ) -> Texts:
-    """Returns the texts of a batch with their session; one with `prefix` has a single row. `elastic`: see `Session`."""
+    """Returns the texts of a batch with their session; one with `prefix` has a single row.
+
+    `elastic`, `in_chunks`: see `Session`.
+    """
     if options.exact:
         lm.check_exact()
     max_batch = whole("max_batch", options.max_batch)
@@ -196,6 +200,7 @@ def texts_of(
         prefix=prefix,
         prefixes=None if options.exact else lm.prefixes,  # their caches are not exact
         elastic=elastic,
+        in_chunks=in_chunks,
     )
     session.check_memory(requests, max_batch)
     return Texts(session, lm.tokenizer, options.acceptor in LOSSY and strategy.drafter.num_draft_tokens > 0)

@@ -57,8 +57,9 @@ class Scheduler:
       lm: the model.
       max_batch: the maximum number of rows of a group.
       max_rounds: the maximum number of rounds of a step.
-      turns: whether groups with requests take turns. Else the group with the most requests runs: rows are fuller, and
-        the requests of a small group wait as long as larger ones get new requests.
+      turns: whether groups with requests take turns, and long prompts are fed in chunks between rounds. Else the group
+        with the most requests runs, and a prompt is fed as a whole: rows are fuller, the requests of a small group wait
+        as long as larger ones get new requests, and texts wait for the prompts of others.
 
     Raises:
       ValueError: a number is below 1.
@@ -245,7 +246,9 @@ class Scheduler:
             for place, one in enumerate(idle):  # the oldest ones, and those that read other files
                 if place < len(idle) - IDLE_GROUPS + 1 or one[1:] == key[1:]:
                     del self._groups[one]
-            texts = prepare.texts_of(self._lm, [request], method, options, elastic=True)
+            texts = prepare.texts_of(
+                self._lm, [request], method, options, elastic=True, in_chunks=self._turns
+            )
             self._groups[key] = _Group(texts, method)
         # A row needs its own cache while its prompt is fed.
         self._groups[key].texts.session.check_memory([request], 1)

@@ -239,7 +239,13 @@ class Feeding:
             self._reuse.keep(row, fetched(state.tokens)[row, :length], self._strategy.caches(state))
 
     def calls(
-        self, example: RowRequest, batches: Sequence[int], longest: int, elastic: bool, continued: bool
+        self,
+        example: RowRequest,
+        batches: Sequence[int],
+        longest: int,
+        elastic: bool,
+        in_chunks: bool,
+        continued: bool,
     ) -> Iterator[Call]:
         """Yields the calls for rows of up to `longest` tokens with shapes in place of states, the smallest first.
 
@@ -248,6 +254,7 @@ class Feeding:
           batches: the numbers of rows, rising.
           longest: the most tokens of a row.
           elastic: whether the number of rows changes.
+          in_chunks: whether long prompts are fed in chunks.
           continued: also what a text needs that continues the only row.
         """
         shapes, static = self._loop.executables.shapes, {"mesh": self._loop.mesh}
@@ -264,7 +271,7 @@ class Feeding:
                     caches = shapes(function, *its, **fixed)
                     prompts = Prompts(self._loop, (*prompts.arguments, caches), prompts.static)
                 if batch == batches[0] or not self.alone:
-                    yield from self._prefills(prompts, chunks=elastic)
+                    yield from self._prefills(prompts, chunks=elastic and in_chunks)
                     states[batch], _ = shapes(compiled.prefill, *prompts.arguments, **prompts.static)
                 else:
                     states[batch] = shapes(compiled.resize, states[1], batch=batch, **static)

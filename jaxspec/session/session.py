@@ -71,6 +71,8 @@ class Session:
         same `Shapes`. The batch begins with the rows that the present requests need, gets more rows when requests wait,
         as far as memory allows, and fewer when most are free. Sampled texts that the other rows of a batch would
         influence have a batch of one row each, so that they do not depend on the requests beside them.
+      in_chunks: whether a long prompt that joins a batch is fed in chunks, between rounds of the other rows. Their
+        texts then go on meanwhile, and its own row is idle for longer.
 
     Attributes:
       strategy, requests, loop: as given.
@@ -89,6 +91,7 @@ class Session:
         prefix: Prefix | None = None,
         prefixes: PrefixStore | None = None,
         elastic: bool = False,
+        in_chunks: bool = True,
     ) -> None:
         self.loop, self._executables, self._params = loop, loop.executables, params
         self.strategy, self._drafter = strategy, strategy.drafter
@@ -96,7 +99,7 @@ class Session:
         mixes = strategy.mixes_rows and not acceptor.coupled and needs_sampling(requests)
         self.requests = drawn_apart(requests) if mixes and not elastic else requests
         self._feeding = Feeding(loop, params, strategy, acceptor, Shapes.of(requests), prefix, prefixes)
-        self._elastic = elastic
+        self._elastic, self._in_chunks = elastic, in_chunks
         self._waiting: deque[Held] = deque()
         if not elastic:
             for index, request in enumerate(self.requests):
@@ -151,7 +154,7 @@ class Session:
         example = dataclasses.replace(self.requests[0], prompt=self.requests[0].prompt[:1], start=0)
         counts = range(1, self._widths.most + 1) if self._elastic else [len(self.requests)]
         batches = sorted({self._widths.of(count) for count in counts})
-        calls = [*self._feeding.calls(example, batches, longest, self._elastic, continued)]
+        calls = [*self._feeding.calls(example, batches, longest, self._elastic, self._in_chunks, continued)]
         # A second thread compiles half of the long ones, and then half of the short ones, at the same time.
         calls.sort(key=lambda call: call[0] is not compiled.run_rounds)
         for (function, args, static), other in itertools.zip_longest(calls[::2], calls[1::2]):
@@ -234,6 +237,10 @@ class Session:
                 return self._feeding.continued(dataclasses.replace(held, began=time.perf_counter()))
         return None
 
+    def _is_long(self, held: Held) -> bool:
+        """Whether a prompt is fed in chunks, between the rounds of other rows."""
+        return self._in_chunks and buckets.is_long(held.request.num_fed, self.loop.platform)
+
     def _first(self) -> list[Held | None]:
         """Returns the requests with which the batch begins; None for a free row."""
         count = min(self._widths.most, len(self._waiting))
@@ -253,7 +260,7 @@ class Session:
         long: list[Held] = []
         fed: list[RowRequest] = []
         while len(fed) < count and (held := self._next(fed)) is not None:
-            (long if buckets.is_long(held.request.num_fed, self.loop.platform) else first).append(held)
+            (long if self._is_long(held) else first).append(held)
         self._waiting.extendleft(reversed(long))
         return first + [None] * (self._widths.of(count) - len(first))
 
@@ -293,7 +300,7 @@ class Session:
         for row in self._free(max_rounds):
             if (held := self._next(fed)) is None:
                 break
-            (long if buckets.is_long(held.request.num_fed, self.loop.platform) else short)[row] = held
+            (long if self._is_long(held) else short)[row] = held
         for rows in self._feeding.together(long):
             prompts = self._prompts(rows)
             longest = max(held.request.num_fed for held in rows.values() if held is not None)

@@ -280,6 +280,18 @@ def test_without_turns_the_group_with_the_most_requests_runs(lm):
     assert alone in tokens_of(pieces)
 
 
+def test_without_turns_a_long_prompt_is_fed_as_a_whole(lm):
+    steps = {}
+    for turns in (True, False):
+        scheduler = Scheduler(lm, max_batch=2, turns=turns)
+        add(scheduler, SHORT[1], method="autoregressive", max_new_tokens=90)
+        run(scheduler, steps=1)
+        long, steps[turns] = add(scheduler, LONG, method="autoregressive"), 1
+        while all(number != long for number, _ in run(scheduler, steps=1)):
+            steps[turns] += 1
+    assert steps == {True: 7, False: 1}
+
+
 def test_a_lossy_request_shares_no_batch_with_a_lossless_one(lm, sessions):
     """Nor with one that is lossless by other rules; the default is `block`."""
     scheduler = Scheduler(lm)
