@@ -18,7 +18,7 @@ from jaxspec.model.lora import Adapted
 from jaxspec.model.quantisation import Outliers, Quantised
 
 # The most rows for which a float32 product on a CPU uses `_few_rows`.
-FEW_ROWS = 32
+FEW_ROWS = 64
 # The rows and lanes of a TPU's register. A single row is padded to this many rows, see `filled`; two cost as much.
 TPU_ROWS, TPU_LANES = 8, 128
 # Where the result of a row must not depend on the others: the rows of one float32 product on a CPU, and the number of

@@ -8,10 +8,10 @@ START_CAPACITY = 512
 MIN_CAPACITY = 32
 # A capacity is a multiple of it: the lanes of a TPU.
 _TILE = 128
-# Positions per prefill call, which bound its memory. On a CPU small chunks are as fast (see `numerics`) and pad less.
-MAX_CHUNK, MAX_CHUNK_CPU, MIN_CHUNK = 256, 32, 16
+# Positions per prefill call, which bound its memory. On a CPU smaller chunks pad less, and take longer for each token.
+MAX_CHUNK, MAX_CHUNK_CPU, MIN_CHUNK = 256, 64, 16
 # Prompt chunks fed per host poll while other rows are decoding.
-POLL_CHUNKS = 4
+POLL_CHUNKS = 2
 
 
 def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:

@@ -53,7 +53,7 @@ METHODS = (*tiny.METHODS, "draft-verify-static", "eagle-tree")
 each_method = pytest.mark.parametrize("method", METHODS)
 each_batch = pytest.mark.parametrize("batch", [1, 2])
 # The most instructions that a layer adds to an optimised program on a CPU.
-MOST_ADDED = {"prefill": 170, "plain": 150, "auto": 450}
+MOST_ADDED = {"prefill": 170, "plain": 150, "auto": 480}
 # The operations that may produce an array of a cache's shape.
 IN_PLACE = {"parameter", "get-tuple-element", "dynamic-update-slice", "fusion", "bitcast"}
 
@@ -105,7 +105,16 @@ def is_cache(node: object) -> bool:
 
 
 def on_caches(text: str, shapes: set[tuple[int, ...]]) -> set[str]:
-    """Returns the operations of optimised HLO that produce an array of a cache's shape, anywhere in the program."""
+    """Returns the operations of optimised HLO that produce an array of a cache's shape, anywhere in the program.
+
+    Fusions that end in sums are left out, because nothing inside of them is written.
+    """
+    text = re.sub(
+        r"^%?\S*fused\S* \([^\n]*\{\n(?:(?!^}).)*ROOT \S+ = [^\n]*? reduce\((?:(?!^}).)*^}",
+        "",
+        text,
+        flags=re.M | re.S,
+    )
 
     def squeezed(dims: Iterable[int]) -> tuple[int, ...]:
         return tuple(dim for dim in dims if dim != 1)

@@ -315,6 +315,17 @@ def test_attention_over_blocks_and_over_the_whole_cache_are_the_same(length, win
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("many", [True, False])
+def test_products_of_many_heads_are_sums_on_a_cpu(many, contract):
+    heads, rng = kv.MANY_HEADS - (not many), np.random.default_rng(4)
+    a, b = rng.standard_normal((2, heads, 40, 8)).astype(np.float32)
+    a = a[:, :3] if contract else a[:, :3, :1] + np.arange(40, dtype=np.float32)
+    product = jax.jit(functools.partial(kv._batched_product, contract=contract))
+    np.testing.assert_allclose(product(a, b), a @ (b.swapaxes(1, 2) if contract else b), rtol=1e-4, atol=1e-4)
+    assert ("dot_general" in product.lower(a, b).as_text()) is not many
+
+
 def test_attention_goes_by_blocks_where_all_scores_would_not_fit_a_processors_cache(monkeypatch):
     def bytes_of(most):
         monkeypatch.setattr(kv, "MOST_SCORES", most)
