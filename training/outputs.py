@@ -60,7 +60,7 @@ def refuse_another(directory: Path, run: Path, identity: Mapping[str, Any]) -> N
     Args:
       directory: the output.
       run: the run directory.
-      identity: the identity of the new run, see `training.run.identity`.
+      identity: the identity of the new run, see `training.run.Run.admit`.
 
     Raises:
       ValueError: the directory is the run directory, or contains a model without the mark of this run.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from jaxspec.console.distributed import ProcessOptions
-from jaxspec.loading.loading import devices_of
+from jaxspec.loading.loading import devices_of, find_model
 from training.data import sizing
 from training.data.sizing import AUTO, Auto, Sized
 from training.data.sources import DataOptions
@@ -167,6 +167,16 @@ class RunOptions:
         return f"unusual for a pretrained model: {', '.join(far)}" if far else None
 
     @property
+    def tokenizer_source(self) -> Path | None:
+        """The directory or GGUF file of the tokenizer; None if one is learned."""
+        return None
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The names of the parameters that are not trained."""
+        return ()
+
+    @property
     def sized(self) -> tuple[str, ...]:
         """The sections that may contain `auto`."""
         return "data", "loop", "optimizer"
@@ -248,6 +258,11 @@ class JobOptions(RunOptions):
     def unsized(self) -> tuple[str, ...]:
         """The vocabulary size, if a tokenizer is given."""
         return () if self.model.tokenizer is None else ("vocab_size",)
+
+    @property
+    def tokenizer_source(self) -> Path | None:
+        """The tokenizer of the given model, or the given one."""
+        return self.model.tokenizer if self.start == SCRATCH else find_model(self.start)
 
     @property
     def recompute(self) -> bool | str:

@@ -116,11 +116,6 @@ def init_params(config: LlamaConfig, seed: int, shardings: Params | None = None)
     return params
 
 
-def given_tokenizer(options: JobOptions) -> Path | None:
-    """Returns the directory or GGUF file of the tokenizer; None if one is learned."""
-    return options.model.tokenizer if options.start == SCRATCH else find_model(options.start)
-
-
 def written_dtype(options: JobOptions) -> Written:
     """Returns the dtype of the written weights: the given one, that of the given model, or bfloat16."""
     if options.dtype != "auto" or options.start == SCRATCH:
@@ -144,7 +139,7 @@ def further_model(options: RunOptions) -> sizing.Further | None:
 
 def put_tokenizer(options: JobOptions, kinds: Kinds, words: Tokenizer) -> None:
     """Writes the tokenizer into the run directory, over the files of a failed command."""
-    run, given = options.run_directory, given_tokenizer(options)
+    run, given = options.run_directory, options.tokenizer_source
     if not files.written_here() or (given is not None and given.samefile(run)):
         return
     for name in tokenizer_files.FILES:
@@ -171,9 +166,9 @@ def draft_tokens(options: DraftOptions, config: LlamaConfig) -> np.ndarray | Non
     return vocabulary_file.read_vocabulary(options.draft_vocab, None, config.vocab_size).first()
 
 
-def chat_of(options: JobOptions) -> conversations.Chat:
+def chat_of(options: RunOptions) -> conversations.Chat:
     """Chooses the chat template: the given one, that of the given model or tokenizer, or the default."""
-    given, template = given_tokenizer(options), options.data.chat_template
+    given, template = options.tokenizer_source, options.data.chat_template
     if given is None:
         return conversations.chat_of(None, template)
     with bpe_tokenizer.files_of(given) as directory:

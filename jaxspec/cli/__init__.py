@@ -39,7 +39,7 @@ _COMMANDS = {
     "bench": ("jaxspec.measuring.commands.bench:Bench", "methods"),
     "profile": ("jaxspec.measuring.commands.profile:Profile", ""),
     "compile": ("jaxspec.measuring.commands.compile:Compile", "method"),
-    "convert": ("jaxspec.measuring.commands.convert:Convert", ""),
+    "convert": ("jaxspec.cli.convert:Convert", ""),
     "inspect": ("jaxspec.measuring.commands.inspect:Inspect", ""),
     "search": ("jaxspec.measuring.commands.search:Search", ""),
     "tune": ("jaxspec.measuring.commands.tune:Tune", ""),

@@ -26,7 +26,7 @@ from jaxspec.io.methods import method_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from tests import gguf_files
-from training import export, layerskip, option_files, own_text, plots, probe, sft, soft
+from training import export, job, layerskip, option_files, own_text, plots, probe, sft, soft
 from training import run as run_record
 from training.data import bpe_tokenizer, conversations, packing, reading, sources
 from training.heads import train as heads
@@ -280,7 +280,7 @@ def test_models_of_one_shape_are_told_apart(params, words):
     starts = [
         Start(CONFIG, weights, words, state_sharding.make_mesh()) for weights in (params, params, other)
     ]
-    first, again, another = (run_record.identity(options, start, aim, "training.sft", "") for start in starts)
+    first, again, another = (job.identity(options, start, aim) for start in starts)
     assert first == again != another
 
 
@@ -293,7 +293,7 @@ def test_runs_with_other_teachers_are_told_apart(params, words):
     def identity(target, weight):
         known = None if target is None else method_files.fingerprint(*target)
         aim = Objective(loss, target=target, target_fingerprint=known, distil_weight=weight)
-        return run_record.identity(options, start, aim, "training.soft", "")
+        return job.identity(options, start, aim)
 
     # A target that only measures may change.
     assert identity(others[0], 0.0) == identity(others[1], 0.0) == identity(None, 0.0)

@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads import kinds as head_kinds
 from jaxspec.heads.files import head_name
 from jaxspec.heads.writer import write_head
-from jaxspec.host import files, lock, processes
+from jaxspec.host import files, processes
 from jaxspec.io import checkpoint
 from jaxspec.io.methods import acceptance_file, vocabulary_file
 from jaxspec.io.user_data import home
@@ -29,8 +27,8 @@ from jaxspec.measuring.bench.timing import measure_runs
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.texts.results import played_rounds
-from training import command, job, outputs, prompt_options, run
-from training.data import bpe_tokenizer, conversations, sources
+from training import outputs, prompt_options, run
+from training.data import bpe_tokenizer
 from training.data.packing import Windows
 from training.data.sources import Kinds
 from training.heads import card
@@ -45,7 +43,17 @@ from training.loop.training_loop import Result
 from training.prompt_options import PromptOptions
 from training.reports import metrics
 from training.run_options import RunOptions, TargetWeights
-from training.start import document_marks
+
+# Options of heads in the identity of every run, whatever its kind: as recorded by earlier versions.
+IN_EVERY_IDENTITY = (
+    *("intermediate_size", "test_steps", "step_decay", "feature_weight", "token_weight"),
+    *("num_heads", "shared_head"),
+)
+# Options that are not recorded by name a second time: `kind`, `taps` and `draft_vocab` tell them.
+IN_NO_IDENTITY = (
+    *(*IN_EVERY_IDENTITY, "loss", "fc_norm", "norm_output"),
+    *("aux_layers", "exit_layer", "draft_vocab", "draft_vocab_size"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,31 +106,18 @@ class Options(RunOptions):
         """How a head of this kind is made."""
         return KINDS[self.kind]
 
+    @property
+    def tokenizer_source(self) -> Path:
+        """The directory or GGUF file of the target."""
+        return find_model(self.target)
+
 
 class Target(NamedTuple):
-    """The frozen model that a head drafts for: its files, config, fingerprint and parameters in shards."""
+    """The frozen model that a head drafts for: its config, fingerprint and parameters in shards."""
 
-    source: Path
     config: LlamaConfig
     fingerprint: str
     params: Params
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A head in training, and what it needs.
-
-    Attributes:
-      network: what it computes.
-      target: the fingerprint of the model that it drafts for.
-      part: int32[N], the tokens that it may choose, rising; None for all.
-      record: what the run directory says of the run.
-    """
-
-    network: Network
-    target: str
-    part: np.ndarray | None
-    record: dict[str, Any]
 
 
 def draft_tokens(
@@ -169,143 +164,108 @@ def train(options: Options, typed: str, console: Console) -> int:
       console: where progress is shown.
 
     Returns:
-      the exit status, as of `training.job.train`.
+      the exit status, as of `training.job.main`.
 
     Raises:
       FileNotFoundError, ValueError: something given does not fit; the message says what to do.
     """
-    source = find_model(options.target)
-    target = _load_target(source, options)
+    target = _load_target(options)
+    fingerprint = target.fingerprint
     if options.output is None:
-        place = home(checkpoint.directory_of(source), options.target, target.fingerprint)
-        output = (place / head_name(options.kind)).parent
-        options = dataclasses.replace(options, output=output)
-    assert options.output is not None
-    outputs.check(options)
-    words = bpe_tokenizer.load(source)
-    with bpe_tokenizer.files_of(source) as directory:
-        chat = conversations.chat_of(directory, options.data.chat_template)
-    documents = sources.read_kinds(options.data, chat, console.print)
-    with lock.exclusive(options.run_directory, console.print):
-        options, result, trained = _run_loop(options, target, words, documents, typed, console)
+        place = home(checkpoint.directory_of(options.tokenizer_source), options.target, fingerprint)
+        options = dataclasses.replace(options, output=(place / head_name(options.kind)).parent)
+    with run.opened(options, "training.heads", typed, console) as opened:
+        result, network, part = _trained(opened, target)
         del target  # its devices are needed for the model that decodes
         if result.exports:
-            _export(options, trained, documents[1], console)
-            job.draw(options, result, console)
-    return 0 if result.signal is None else 128 + result.signal
+            _export(opened, network, fingerprint, part)
+        opened.draw(result)
+    return result.status
 
 
-def _load_target(source: Path, options: Options) -> Target:
-    config, mesh = checkpoint.read_config(source), state_sharding.make_mesh(options.mesh)
-    kind, compute = options.target_weights, options.compute_dtype
-    params, fingerprint = state_sharding.load_target(mesh, source, config, kind, compute)
-    return Target(source, config, fingerprint, params)
+def _load_target(options: Options) -> Target:
+    source, mesh = options.tokenizer_source, state_sharding.make_mesh(options.mesh)
+    config, kind = checkpoint.read_config(source), options.target_weights
+    params, fingerprint = state_sharding.load_target(mesh, source, config, kind, options.compute_dtype)
+    return Target(config, fingerprint, params)
 
 
-def _run_loop(
-    options: Options,
-    target: Target,
-    words: Tokenizer,
-    documents: tuple[Kinds, Kinds],
-    typed: str,
-    console: Console,
-) -> tuple[Options, Result, Trained]:
-    """Prepares the run directory and trains in it, from its newest checkpoint if there is one."""
-    options, resumed = job.settle(options, documents[0], words, console)
-    directory, kind = options.run_directory, options.made
-    marks = document_marks(target.config, target.source)
-    key = sources.data_key(options.data, documents, words, marks)
-    windows, held_out = sources.packed(options.data, directory, documents, words, marks, key)
-    counts = learned_counts(windows, options.data.weights, target.config.vocab_size)
+def _trained(opened: run.Run[Options], target: Target) -> tuple[Result, Network, np.ndarray | None]:
+    """Trains from the newest checkpoint of the run if there is one; returns also the head and its tokens."""
+    options, console = opened.options, opened.console
+    opened.tokenise(bpe_tokenizer.load(options.tokenizer_source), target.config)
+    vocab_size = target.config.vocab_size
+    counts = learned_counts(opened.windows[0], options.data.weights, vocab_size)
     part = draft_tokens(options.head, target, counts)
     if part is not None:
         share = counts[part].sum() / counts.sum()
         console.print(f"the head chooses among {len(part):,} tokens, {share:.1%} of those to be predicted")
     mesh, model = state_sharding.make_mesh(options.mesh), (target.config, target.params)
-    network, params = begin(kind, options.head, model, part, options.seed, mesh)
+    network, params = begin(options.made, options.head, model, part, options.seed, mesh)
     if options.layout != "authors":  # refuses a head that it cannot express
         head_kinds.known()[options.kind].layouts[options.layout].content(network.head, options.dtype)
-    same: dict[str, Any] = {
-        "job": "training.heads",
-        # The flags are part of it, so that the identity of a run without them stays as it was.
-        "kind": " ".join(
-            [
-                options.kind,
-                *(name for name in ("fc_norm", "norm_output") if getattr(options.head, name)),
-                *([options.head.loss] if options.head.loss != HeadOptions().loss else []),
-            ]
-        ),
-        "target": target.fingerprint,
-        "taps": [str(layer) for layer in network.aux_layers],
-        "intermediate_size": options.head.intermediate_size,
-        "test_steps": options.head.test_steps,
-        "step_decay": options.head.step_decay,
-        "feature_weight": options.head.feature_weight,
-        "token_weight": options.head.token_weight,
-        "num_heads": options.head.num_heads,
-        "shared_head": options.head.shared_head,
-        "draft_vocab": None if part is None else hashlib.sha256(part.tobytes()).hexdigest()[:16],
-        "seed": options.seed,
-        "held_out": options.data.held_out,
-        "data": key[:16],
-        # Options of one kind only.
-        **{
-            name: str(getattr(options.head, name))
-            for name in (
-                *("lora_rank", "block_sizes", "block_steps"),
-                *("num_layers", "block_size", "num_anchors", "markov_rank"),
-            )
-            if name in kind.options
-        },
-    }
-    run.admit(options, resumed, None, same)
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    tokens = None if part is None else len(part)
-    console.print(run.record(options, same, size, windows, held_out, documents[0], typed, draft_vocab=tokens))
-    loss = kind.loss(network, options.head, part)
+    opened.admit(identity(options, network, target.fingerprint, part))
+    loss = options.made.loss(network, options.head, part)
     measure = make_measure(network, loss, target.params, options.dtype, part)
-    result = job.take_steps(
-        options,
-        loss,
-        params,
-        target.config.vocab_size,
-        target.params,
-        measure,
-        (windows, held_out),
-        console,
-    )
-    return options, result, Trained(network, target.fingerprint, part, run.read_run(directory))
+    tokens = None if part is None else len(part)
+    result = opened.take_steps(loss, params, vocab_size, target.params, measure, draft_vocab=tokens)
+    return result, network, part
 
 
-def _export(options: Options, trained: Trained, held_out: Kinds, console: Console) -> None:
+def identity(options: Options, network: Network, target: str, part: np.ndarray | None) -> dict[str, Any]:
+    """Returns the properties of a head that a resumed run must keep, beside those of every run.
+
+    Args:
+      options: its options.
+      network: its network.
+      target: fingerprint of its target.
+      part: int32[N], the tokens among which it chooses; None for all.
+    """
+    head = options.head
+    # The flags are part of the kind, so that the identity of a run without them stays as it was.
+    flags = [name for name in ("fc_norm", "norm_output") if getattr(head, name)]
+    loss = [head.loss] if head.loss != HeadOptions().loss else []
+    return {
+        "kind": " ".join([options.kind, *flags, *loss]),
+        "target": target,
+        "taps": [str(layer) for layer in network.aux_layers],
+        "draft_vocab": None if part is None else hashlib.sha256(part.tobytes()).hexdigest()[:16],
+        **{name: getattr(head, name) for name in IN_EVERY_IDENTITY},
+        # Options of one kind only.
+        **{name: str(getattr(head, name)) for name in options.made.options if name not in IN_NO_IDENTITY},
+    }
+
+
+def _export(opened: run.Run[Options], network: Network, target: str, part: np.ndarray | None) -> None:
     """Writes the best checkpoint's head, decodes held-out prompts with it, and writes its card."""
+    options, console, record = opened.options, opened.console, run.read_run(opened.directory)
     assert options.output is not None
-    with checkpoints.Checkpoints(options.run_directory / run.CHECKPOINTS, read_only=True) as kept:
+    with checkpoints.Checkpoints(opened.directory / run.CHECKPOINTS, read_only=True) as kept:
         params, step, measured = kept.best(console.print)
     if not processes.is_first():
         return
-    outputs.claim(options.output, options.run_directory, trained.record["identity"])
+    outputs.claim(options.output, opened.directory, opened.identity)
     size = write_head(
         options.output,
-        trained.network.head,
+        network.head,
         params,
-        trained.target,
-        trained.part,
+        target,
+        part,
         jnp.dtype(options.dtype),
         None if options.layout == "authors" else options.layout,
         options.target,
     )
     loss = measured["held_out_loss"]
     console.print(f"wrote step {step}, held-out loss {loss:.4f}, to {options.output} ({size / 1e6:.2f} MB)")
-    decoded = _decoded(options, held_out, console)
+    decoded = _decoded(options, opened.documents[1], console)
     text = card.write(
         options.output,
         options.kind,
         options.target,
-        trained.target,
+        target,
         size,
-        trained.record,
-        metrics.read(options.run_directory),
+        record,
+        metrics.read(opened.directory),
         step,
         measured,
         decoded,
@@ -318,7 +278,7 @@ def _export(options: Options, trained: Trained, held_out: Kinds, console: Consol
         about = {"command": "python -m training.heads", "texts": len(found)}
         path, shares = options.output / acceptance_file.NAME, accepted_shares(found)
         accepted = {options.kind: acceptance_file.Accepted(shares)} if shares else {}
-        acceptance_file.Acceptances(accepted).write(path, trained.target, about)
+        acceptance_file.Acceptances(accepted).write(path, target, about)
         taken = [texts for one in decoded.values() for texts in one.drafted]
         console.print(
             f"held-out prompts, greedy: {acceptance(taken)['mean_acceptance_length']:.2f} tokens per round"
@@ -361,10 +321,4 @@ def _of_length(generate: Any, settings: dict[str, Any], prompt: Any, turn: int) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-
-    module = "training.heads"
-
-    def work(options: Options, console: Console) -> int:
-        return train(command.joined(options), command.typed(module, arguments), console)
-
-    return command.run(module, Options, work, arguments)
+    return run.main(Options, train, "training.heads", arguments)

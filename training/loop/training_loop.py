@@ -96,6 +96,11 @@ class Result:
     saved_s: float | None = None
     exports: bool = True
 
+    @property
+    def status(self) -> int:
+        """The exit status: 0, or 128 plus the number of the signal."""
+        return 0 if self.signal is None else 128 + self.signal
+
 
 @dataclasses.dataclass
 class Loop:
