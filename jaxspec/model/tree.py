@@ -117,12 +117,6 @@ class Tree:
         parent, depth, behind = map(jnp.asarray, (parent, depth, behind))
         return cls(parent, depth, behind, depth)
 
-    @classmethod
-    def block(cls, count: int) -> Tree:
-        """Returns `count` rows at consecutive positions that all see each other: a block, in the form of a tree."""
-        place = jnp.arange(count)[None]
-        return cls(jnp.maximum(place - 1, 0), place, jnp.ones((1, count, count), bool), place)
-
     def rows(self, begin: int, count: int) -> Tree:
         """Returns `count` rows of a whole tree; the cache must contain the other rows that these see."""
         cut = slice(begin, begin + count)

@@ -209,10 +209,29 @@ def dflash_logits(
     x = wide["embed"][[pending] + masks * [content["dflash_config"]["mask_token_id"]]]
     for number in range(content.get("num_hidden_layers", 1)):
         p = {name.removeprefix(f"layers.{number}."): t for name, t in own.items()}
-        x = x + _attention(content, p, _norm(x, p["input_layernorm.weight"], eps), fused)
+        seen = _block_mask(content, number, len(fused), len(x))
+        x = x + _attention(content, p, _norm(x, p["input_layernorm.weight"], eps), fused, seen)
         x = x + _mlp(p, _norm(x, p["post_attention_layernorm.weight"], eps))
     head = wide["embed"] if target.tie_embeddings else wide["head"]
     return _spread(_norm(x, own["norm.weight"], eps) @ own.get("lm_head.weight", head).T, own, target)
+
+
+def _block_mask(content: Mapping[str, Any], number: int, context: int, count: int) -> np.ndarray:
+    """Returns where each row of a block of DFlash sees the tokens before it and the rows, bool[rows, tokens + rows]."""
+    mask = np.ones((count, context + count), bool)
+    if content.get("layer_types", ["full_attention"] * 99)[number] == "full_attention":
+        return mask
+    window = content["sliding_window"]
+    for row, other in np.ndindex(*mask.shape):
+        behind = context + row - other
+        if "sliding_window_non_causal" in content:  # speculators
+            mask[row, other] = other >= context - window
+            causal = not content["sliding_window_non_causal"]
+        else:  # the authors
+            mask[row, other] = abs(behind) < window
+            causal = content.get("is_causal") is None
+        mask[row, other] &= behind >= 0 or not causal
+    return mask
 
 
 def uno_logits(
@@ -331,8 +350,9 @@ def _attention(
     p: Mapping[str, np.ndarray],
     seen: np.ndarray,
     context: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns what attention writes at each row of `seen`, which sees those before it; with a context that and all."""
+    """Returns what attention writes at each row of `seen`, which sees those before it, or those of `mask`."""
     read = seen if context is None else np.concatenate([context, seen])
     first = len(read) - len(seen)
     heads = content["num_attention_heads"]
@@ -361,6 +381,8 @@ def _attention(
         scores = query[:, head] @ key[:, head // group].T / math.sqrt(size)
         if context is None:
             scores[np.triu_indices(len(seen), 1)] = -np.inf
+        elif mask is not None:
+            scores[~mask] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         mixed.append(weights / weights.sum(axis=-1, keepdims=True) @ value[:, head // group])
     out: np.ndarray = np.concatenate(mixed, axis=-1) @ p["self_attn.o_proj.weight"].T

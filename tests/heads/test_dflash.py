@@ -103,6 +103,16 @@ def deepspec() -> Files:
     }, tensors
 
 
+def with_windows(files: Files, **more: Any) -> Files:
+    """Returns the head with a window of two tokens in its first layer."""
+    windows = {"use_sliding_window": True, "sliding_window": 2}
+    windows["layer_types"] = ["sliding_attention", "full_attention"]
+    content, tensors = files
+    if inner := content.get("transformer_layer_config"):
+        return {**content, "transformer_layer_config": inner | windows, **more}, tensors
+    return {**content, **windows, **more}, tensors
+
+
 # Drafts
 
 
@@ -127,6 +137,35 @@ def test_drafts_are_those_of_the_slow_reference(target, files, masks, tmp_path):
 
     make = functools.partial(DFlash, TARGETS[target], num_draft_tokens=tiny.K)
     assert furthest(rounds_of(write(tmp_path, files), make, target=TARGETS[target]), logits_of) < 2e-5
+
+
+@pytest.mark.representatives("anchored-causal", "rows-both")
+@pytest.mark.parametrize(
+    ("files", "given"),
+    [
+        (with_windows(speculators()), {"sliding_window_non_causal": False}),
+        (with_windows(speculators(), sliding_window_non_causal=True), {"sliding_window_non_causal": True}),
+        (with_windows(dflash()), {}),
+        (with_windows(dflash(is_causal=False)), {"is_causal": False}),
+    ],
+    ids=["anchored-causal", "anchored-both", "rows-causal", "rows-both"],
+)
+def test_a_layer_with_a_window_sees_what_it_saw_in_training(files, given, tmp_path):
+    """In speculators the window ends before the block, in the authors' code at each row. Without it drafts differ."""
+    model, own = (TARGET, tiny.params(TARGET)), {**dflash()[0], **given}
+    windows = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    found = rounds_of(
+        write(tmp_path, files), functools.partial(DFlash, TARGET, num_draft_tokens=tiny.K), target=TARGET
+    )
+
+    def logits_of(one: Round, windows: dict[str, Any] = windows) -> np.ndarray:
+        true = reference.aux_hidden_states(*model, one.tokens[:-1], AUX_LAYERS)
+        head = {**own, **windows}, files[1]
+        return reference.dflash_logits(*head, *model, one.tokens[-1], tiny.K, true)[-tiny.K :]
+
+    assert furthest(found, logits_of) < 2e-5
+    assert furthest(found, functools.partial(logits_of, windows={})) > 1e-3
+    check_rewritten(tmp_path / "again", files)
 
 
 # Trees
@@ -220,7 +259,16 @@ BAD = {
     ),
     "tensor d2t is missing": with_tensors(speculators(), d2t=None),
     "tensor lm_head.weight is missing": with_tensors(speculators(), **{"lm_head.weight": None}),
-    "layer_types has sliding_attention": with_config(dflash(), layer_types=["sliding_attention"] * 2),
+    "layer_types has sliding_attention, which needs sliding_window and use_sliding_window": with_config(
+        dflash(), layer_types=["sliding_attention"] * 2
+    ),
+    "layer_types has sliding_attention; heads of DeepSpec with it": with_windows(deepspec()),
+    "sliding_window_non_causal is 'no'; expected true or false": with_windows(
+        speculators(), sliding_window_non_causal="no"
+    ),
+    "use_swa is True; heads of DFlash with it are not supported": dflash(use_swa=True),
+    "causal is True; heads of DFlash": dflash(causal=True),
+    "shift_label is True; heads of DFlash": with_config(speculators(), shift_label=True),
     "fc.weight is I8; quantised heads are not supported": with_tensors(
         dflash(), **{"fc.weight": np.ones((WIDTH, 2 * WIDTH), np.int8)}
     ),

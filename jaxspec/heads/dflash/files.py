@@ -6,7 +6,8 @@ config.json         of a Qwen3 with as many layers, whatever `model_type` says; 
 
 The files of speculators also have `embed_tokens.weight` and `lm_head.weight`, which training does not change, and `d2t`
 and `t2d` if the latter is over a part of the vocabulary. Their Qwen3 is `transformer_layer_config`, and
-`aux_hidden_state_layer_ids` are the layers whose inputs the head reads.
+`aux_hidden_state_layer_ids` are the layers whose inputs the head reads. In a layer with a window the
+block is causal unless `sliding_window_non_causal` is true; in one of the authors', unless `is_causal` is false.
 
 DeepSpec's have `markov_rank` 0, the options at the top of `config.json`, and the first two of these tensors. Each row
 of a block predicts the token after its own, as with `sample_from_anchor` of speculators.
@@ -45,6 +46,7 @@ from jaxspec.model.llama import FINAL, AuxLayer
 
 AUX_LAYER_IDS = "target_layer_ids"
 LAYERS, _IDS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+_NON_CAUSAL = "sliding_window_non_causal"
 # The tensors that only speculators and DeepSpec write. Without `draft_vocab_size` they repeat what the target has.
 OF_SPECULATORS = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 _OWN = {"fc": "fc.weight", "hidden_norm": "hidden_norm.weight"}
@@ -59,6 +61,9 @@ _UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "jetspec_config": (),
     "projector_type": ("dflash",),
     "logit_scale": (1,),
+    "shift_label": (False,),
+    "use_swa": (False,),
+    "causal": (False,),
     "markov_head_type": ("vanilla",),
 }
 
@@ -132,11 +137,13 @@ def config_of(content: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
         if values.get(name) is not None and values[name] not in usual:
             raise ValueError(f"{name} is {shown(values[name])}; heads of DFlash with it are not supported")
     block = dataclasses.replace(config_from({**content, "model_type": "qwen3"}), tie_embeddings=False)
-    types = content.get("layer_types")
-    if block.sliding_windows or (isinstance(types, list) and "sliding_attention" in types):
-        raise ValueError(
-            "layer_types has sliding_attention; heads of DFlash that see a window only are not supported"
-        )
+    causal, anchored = True, False
+    if block.sliding_windows:
+        # speculators counts a window from the block, the authors count it from each row.
+        anchored = LAYERS in content or values.get(_NON_CAUSAL) is not None
+        causal = not flag(values, _NON_CAUSAL) if anchored else values.get("is_causal") is None
+        if not anchored and values.get("markov_rank") is not None:
+            raise ValueError("layer_types has sliding_attention; heads of DeepSpec with it are not supported")
     check_sizes(block, target, "head")
     for name in ("block_size", "mask_token_id"):
         if values.get(name) is None:
@@ -150,6 +157,8 @@ def config_of(content: Mapping[str, Any], target: LlamaConfig) -> DFlashConfig:
         mask_id,
         None if size == target.vocab_size else size,
         int(not flag(values, "sample_from_anchor")),
+        causal,
+        anchored,
     )
 
 
@@ -187,5 +196,9 @@ def content(config: DFlashConfig, dtype_name: str) -> dict[str, Any]:
     ids = [layer - 1 for layer in config.aux_layers if layer != FINAL]
     own = {"mask_token_id": config.mask_id, AUX_LAYER_IDS: ids}
     made = config_json(config.block, dtype_name) | {"architectures": ["DFlashDraftModel"]}
+    if config.anchored_windows:
+        made |= {_NON_CAUSAL: not config.causal_windows}
+    elif not config.causal_windows:
+        made |= {"is_causal": False}
     made |= {"block_size": config.block_size, "sample_from_anchor": not config.first, "dflash_config": own}
     return made if config.head_size is None else made | {"draft_vocab_size": config.head_size}

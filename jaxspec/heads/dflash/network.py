@@ -1,10 +1,10 @@
 """The head of DFlash (Chen et al. 2026, arXiv 2602.06036) as pure functions: a few layers draft a block in one pass.
 
 A block is the pending token followed by mask tokens, embedded by the target. The layers are Qwen3's; each row of a
-block attends to the whole block and to the text before it. The head reads the text through the target's auxiliary
-hidden states: those of a token are fused to one vector, which gives its keys and values in every layer, at the
-token's position. The output at a position predicts the token of that position, by the target's head. Parameters, with
-the layers of `llama.param_shapes` and n auxiliary layers:
+block attends to the whole block and to the text before it, or in a layer with a window to a part of them. The head
+reads the text through the target's auxiliary hidden states: those of a token are fused to one vector, which gives its
+keys and values in every layer, at the token's position. The output at a position predicts the token of that position,
+by the target's head. Parameters, with the layers of `llama.param_shapes` and n auxiliary layers:
 
     fc [D, n·D]   hidden_norm [D]   layers   norm [D]   head [V', D], optional
 
@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxspec.model import cache as kv
 from jaxspec.model import llama, rope
@@ -41,6 +42,9 @@ class DFlashConfig:
       mask_id: the mask token, which takes the place of an unknown token.
       head_size: V', the rows of its own head over a part of the vocabulary; None for the target's head.
       first: the row of the block that predicts the first draft token; 0 if each row predicts the token after its own.
+      causal_windows: whether, in layers with a window, a row of a block sees only itself and the rows before it.
+      anchored_windows: whether a window of W ends with the W tokens before the block, as in speculators; otherwise with
+        each row, which sees fewer than W tokens back, and fewer than W ahead, as in the authors' code.
     """
 
     block: LlamaConfig
@@ -49,6 +53,8 @@ class DFlashConfig:
     mask_id: int
     head_size: int | None = None
     first: int = 1
+    causal_windows: bool = True
+    anchored_windows: bool = False
     kind: ClassVar[str] = "dflash"
 
     @property
@@ -63,6 +69,37 @@ class DFlashConfig:
     def longest(self) -> int:
         """The number of draft tokens of a block."""
         return self.block_size - self.first
+
+
+@struct.dataclass
+class Block(Tree):
+    """The rows of a block, in the form of a tree: they see each other and the text, in layers with a window a part.
+
+    Attributes:
+      causal, anchored: `causal_windows` and `anchored_windows` of the head, static.
+    """
+
+    causal: bool = struct.field(pytree_node=False, default=True)
+    anchored: bool = struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def of_rows(cls, count: int, head: DFlashConfig) -> Block:
+        """Returns a block of `count` rows at consecutive positions."""
+        place = jnp.arange(count)[None]
+        every = jnp.ones((1, count, count), bool)
+        how = {"causal": head.causal_windows, "anchored": head.anchored_windows}
+        return cls(jnp.maximum(place - 1, 0), place, every, place, **how)
+
+    def visible(self, start: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
+        """Returns the mask of the cache slots that each row sees, see `Tree.visible`; its slot is its position."""
+        seen = super().visible(start, slots, None)
+        if window is None:
+            return seen
+        row, slot = self.positions(start)[:, :, None], slots[:, None]
+        seen &= slot >= (start[:, None, None] if self.anchored else row + 1) - window
+        if self.causal:
+            return seen & (slot <= row)
+        return seen if self.anchored else seen & (slot < row + window)
 
 
 def usual_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
@@ -103,7 +140,7 @@ def absorb(
     turns = rope.tables(head.block, head.block.layer_type(0), positions, cache.rope_length)
     found = pairs(head, params, aux_hidden_states, turns)
     layers = [
-        kv.write(written, keys, values, start, cache.merged)
+        kv.write(written, keys, values, start, cache.merged, cache.is_ring(written[0]))
         for written, (keys, values) in zip(cache.layers, found, strict=True)
     ]
     return kv.as_read(dataclasses.replace(cache, layers=layers))
@@ -135,7 +172,7 @@ def pairs(
 def run(
     head: DFlashConfig, params: Params, embedded: jax.Array, start: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    """Runs the head over a block of T rows, which all attend to each other.
+    """Runs the head over a block of T rows.
 
     Args:
       head: the head's configuration.
@@ -147,7 +184,7 @@ def run(
     Returns:
       The hidden states [B, T, D] for `logits`, and the cache, whose slots from `start` on are not valid.
     """
-    together = Tree.block(embedded.shape[1])
+    together = Block.of_rows(embedded.shape[1], head)
     return llama.run_layers(head.block, params, embedded, start, cache, tree=together)
 
 
