@@ -262,6 +262,11 @@ def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return DraftModel(small, rule, K), params(small)
 
 
+def _pairs(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    drafter, own = _draft_model(config, rule)
+    return dataclasses.replace(drafter, pairs=True), own
+
+
 def _quantised(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Returns the target in 4 bits as its draft, which is sometimes wrong."""
     return DraftModel(config, rule, K), quantise(config, params(config), bits=4)
@@ -475,7 +480,8 @@ def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Returns a DFlash head of two layers with Qwen3's norms, over two of every three tokens."""
-    layers = config.block(num_layers=2, qk_norm=True)
+    windows = _in_turns(config.sliding_windows, 2)
+    layers = config.block(num_layers=2, qk_norm=True, sliding_windows=windows)
     head = DFlashConfig(layers, (1, "final"), K + 2, mask_id=3)
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
     return DFlash(config, head, rule, K), {**head_params(head), "vocabulary": few}
@@ -489,6 +495,13 @@ def _dspark(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     own = head_params(head)
     own |= {"markov_out": own["markov_out"][few.ids], "vocabulary": few}
     return DSpark(config, head, rule, K), own
+
+
+def _dflash_windows(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Returns the head with a layer that has a window, which was trained in speculators."""
+    drafter, own = _dflash(config, rule)
+    block = dataclasses.replace(drafter.head.block, sliding_windows=(2, None))
+    return drafter.replace(head=dataclasses.replace(drafter.head, block=block, anchored_windows=True)), own
 
 
 def _uno(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -563,6 +576,17 @@ def over_some_tokens(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], **chan
     return Case(made, **changes)
 
 
+def with_window(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], config: LlamaConfig = TARGET) -> Case:
+    """Returns the case of a drafter that reads only one token at the start and the latest four."""
+
+    def made(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+        drafter, own = make(config, rule)
+        few = dataclasses.replace(drafter.config, draft_window=(1, 4))
+        return dataclasses.replace(drafter, config=few), own
+
+    return Case(made, family="draft-window", config=config, has_rule=False)
+
+
 _ngram = functools.partial(NGram, num_draft_tokens=K + 1)
 INT8_CACHE = dataclasses.replace(TARGET, kv_cache_dtype="int8")
 # A new drafter is one row here. The last one of a family is its usual form.
@@ -600,13 +624,7 @@ DRAFTERS: dict[str, Case] = {
         family="draft-model",
     ),
     "quantised": Case(_quantised, ("quantised",), "draft-model"),
-    "draft-model-pairs": Case(
-        lambda config, rule: (
-            dataclasses.replace((made := _draft_model(config, rule))[0], pairs=True),
-            made[1],
-        ),
-        family="draft-model",
-    ),
+    "draft-model-pairs": Case(_pairs, family="draft-model"),
     "draft-model": Case(_draft_model, ("draft-model",), "draft-model"),
     "asd-vocab": over_some_tokens(_asd, family="asd", config=DEEP),
     "asd-static": Case(_asd_static, family="asd", config=DEEP),
@@ -656,6 +674,14 @@ DRAFTERS: dict[str, Case] = {
     "uno": Case(_uno, ("uno",), "uno"),
     "int8-cache-draft-model": Case(_draft_model, family="int8-cache", config=INT8_CACHE, has_rule=False),
     "int8-cache-tree": dataclasses.replace(_tree(_eagle), family="int8-cache", config=INT8_CACHE),
+    "draft-window-s2d": with_window(_s2d),
+    "draft-window-s2d-target": with_window(_s2d_target, DEEP),
+    "draft-window-clasp": with_window(_clasp, DEEP),
+    "draft-window-asd": with_window(_asd, DEEP),
+    "draft-window-pairs": with_window(_pairs),
+    "draft-window-draft-model": with_window(_draft_model),
+    "draft-window-layerskip": with_window(_layerskip, DEEP),
+    "dflash-windows": Case(_dflash_windows, family="head-window", has_rule=False),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -259,6 +260,7 @@ def prompt_cache(config: LlamaConfig, params: Params, view: View, prefill: Prefi
     else:
         cache, held = prefill.absorbed
         start = jnp.minimum(held, prefill.start)
+    config = dataclasses.replace(config, draft_window=None)  # a prompt is read as a whole
     return run_prompts(config, params, view.tokens, view.start, cache, prefill.chunk_size, start)[2]
 
 

@@ -26,6 +26,7 @@ class ExitDrafter(ChainDrafter):
     """A base for chain drafters whose tokens run through the target's first E layers.
 
     Verification reuses the keys, values and hidden states of these layers, and feeds K + 1 rows to the other layers.
+    With a draft window it runs all layers.
 
     Attributes:
       config: the target.
@@ -69,6 +70,9 @@ class ExitDrafter(ChainDrafter):
         proposal, carry, state = self.draft(step, carry, keys, state, view, distribution, params.drafter)
         cache, exits, own = carry
 
+        if config.draft_window is not None:
+            # The streams are not those of the target, which runs all its layers.
+            return proposal, own, state, cache
         # No step fed the last draft token of a row; verification needs its stream and its keys and values too.
         fed = jnp.concatenate([view.pending[:, None], proposal.tokens], axis=1)
         last = jnp.take_along_axis(fed, proposal.count[:, None], axis=1)[:, 0]

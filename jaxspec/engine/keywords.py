@@ -81,6 +81,7 @@ class Keywords(TypedDict, total=False):
     draft_cost: float | None
     draft_exit: int | None
     draft_vocab: int | os.PathLike[str] | str | None
+    draft_window: Sequence[int]
     drawn_tree: bool
     every: int | None
     exit_layer: int | None

@@ -66,9 +66,9 @@ class ASD(MaskedMethod):
             raise ValueError("every=1 with keep_last=0 skips every layer; a draft must run at least one")
         rule, length = self.stopping()
         numbers = jnp.float32(chosen.alpha), jnp.int32(chosen.every), jnp.int32(chosen.keep_last)
-        return Drafting(
-            target.config, *numbers, rule, length, self.shared_mask, self.is_static(resources)
-        ), self.params(target, resources)
+        config = self.read_by_draft(target.config)
+        drafter = Drafting(config, *numbers, rule, length, self.shared_mask, self.is_static(resources))
+        return drafter, self.params(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost without the layers skipped by `every`; `alpha` skips more, depending on the prompt."""

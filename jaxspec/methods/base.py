@@ -336,7 +336,8 @@ def _taken(field: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
         inner = typing.get_args(hint)[0]
         values = [value] if isinstance(value, (str, os.PathLike, Method)) else listed(value)
         if values is None:
-            raise ValueError(f"{name} is {shown(value)}; give a text or several")
+            wanted = "a list of whole numbers" if inner is int else "a text or several"
+            raise ValueError(f"{name} is {shown(value)}; give {wanted}")
         if len(values) > MAX_VALUES:
             raise ValueError(f"{name} has {len(values)} values; give at most {MAX_VALUES}")
         return tuple(_one(name, f"{name}[{index}]", one, inner) for index, one in enumerate(values))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from jaxspec.host.messages import shown
 from jaxspec.methods.base import DraftingMethod, option
 from jaxspec.methods.files import file_of
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
@@ -15,6 +16,7 @@ from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxspec.model.config import LlamaConfig
     from jaxspec.model.llama import Params
     from jaxspec.protocol import StopRule
     from jaxspec.stopping import Estimate, Gamma
@@ -182,3 +184,45 @@ class ChainMethod(DraftingMethod):
         gamma = AdaptiveGamma(first) if self.adaptive_gamma else FixedGamma(first)
         typed: Gamma = jax.tree.map(jnp.float32, gamma)
         return typed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelMethod(ChainMethod):
+    """The base of chain methods whose draft is a model, or a part of one, that reads a cache.
+
+    Attributes:
+      draft_window: a draft reads only the first SINKS tokens of a long text and the latest W, such as 4,2048;
+        verification reads all. Layers with a window of their own keep it.
+
+    Examples:
+      >>> from jaxspec.methods import LayerSkip
+      >>> print(LayerSkip(draft_window=(4, 2048)))
+      layerskip draft_window=(4, 2048)
+    """
+
+    draft_window: tuple[int, ...] = option((), metavar="SINKS,W")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        window = self.draft_window
+        if window and (len(window) != 2 or window[0] < 0 or window[1] < 1):
+            raise ValueError(
+                f"draft_window is {shown(list(window))}; give two numbers, the first tokens of a text that a draft "
+                "reads and the latest ones, such as 4,2048"
+            )
+
+    def read_by_draft(self, config: LlamaConfig) -> LlamaConfig:
+        """Returns the configuration of a draft with `draft_window`.
+
+        Raises:
+          ValueError: all layers have a window of their own; one line.
+        """
+        if not self.draft_window:
+            return config
+        if config.sliding_windows and all(config.sliding_windows):
+            raise ValueError(
+                f"draft_window is for layers that read a whole text, but each layer of the draft has a window of "
+                f"{config.window(0)} tokens; leave it out"
+            )
+        sinks, last = self.draft_window
+        return dataclasses.replace(config, draft_window=(sinks, last))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.host.messages import shown
 from jaxspec.methods.base import layers_of, option
-from jaxspec.methods.chain import ChainMethod, StopName
+from jaxspec.methods.chain import ModelMethod, StopName
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _MOST_ROUNDS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CLaSp(ChainMethod):
+class CLaSp(ModelMethod):
     """The model without the layers that changed the last token's hidden state least, chosen again every few rounds.
 
     Chen et al. 2025, dynamic programming over the residual streams of a verified token.
@@ -60,7 +60,7 @@ class CLaSp(ChainMethod):
         if not 1 <= refresh <= _MOST_ROUNDS:
             raise ValueError(f"refresh is {shown(refresh)}; give 1 to {_MOST_ROUNDS}")
         rule, length = self.stopping()
-        drafter = Drafting(target.config, count, jnp.int32(refresh), rule, length)
+        drafter = Drafting(self.read_by_draft(target.config), count, jnp.int32(refresh), rule, length)
         return drafter, self.params(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import layers_of, option
-from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.chain import ModelMethod
 from jaxspec.methods.resources import LoadedModel, ModelLike, Resources
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModel(ChainMethod):
+class DraftModel(ModelMethod):
     """A smaller draft model, or the model's own first layers with a separate cache.
 
     Chen et al. 2023, Leviathan et al. 2023.
@@ -47,7 +47,8 @@ class DraftModel(ChainMethod):
         draft = target if self.draft is None else resources.load_draft(self.draft)
         if self.draft_exit is not None:
             draft = draft.until(self.draft_exit)
-        drafter = Drafting(draft.config, *self.stopping(), pairs=resources.platform != "cpu")
+        config = self.read_by_draft(draft.config)
+        drafter = Drafting(config, *self.stopping(), pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:

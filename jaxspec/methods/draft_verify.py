@@ -48,7 +48,8 @@ class DraftVerify(MaskedMethod):
             )
         plan = method_files.read_plan(path, target.fingerprint, target.config.num_layers)
         rule, length = self.stopping()
-        drafter = Drafting(target.config, plan.traced(), rule, length, self.is_static(resources))
+        config = self.read_by_draft(target.config)
+        drafter = Drafting(config, plan.traced(), rule, length, self.is_static(resources))
         return drafter, self.params(target, resources)
 
     @classmethod

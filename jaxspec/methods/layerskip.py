@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods.base import Method, layers_of, option
-from jaxspec.methods.chain import ChainMethod, ProbedName
+from jaxspec.methods.chain import ModelMethod, ProbedName
 from jaxspec.methods.files import directories, file_of
 from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerSkip(ChainMethod):
+class LayerSkip(ModelMethod):
     """The model's first E layers; verification reuses their results (Elhoushi et al. 2024).
+
+    With `draft_window` it runs all layers.
 
     Attributes:
       exit_layer: draft with the first E layers. Default: a quarter of them.
@@ -59,7 +61,8 @@ class LayerSkip(ChainMethod):
                 f"exit_layer is {exit_layer}; the model has {depth} layers, give 1 to {depth - 1}"
             )
         rule, length = self.stopping(lambda: self._probe(exit_layer, target, resources))
-        return Drafting(target.config, exit_layer, rule, length), self.params(target, resources)
+        config = self.read_by_draft(target.config)
+        return Drafting(config, exit_layer, rule, length), self.params(target, resources)
 
     @property
     def by_distribution(self) -> bool:
@@ -78,9 +81,8 @@ class LayerSkip(ChainMethod):
         from jaxspec.costs.rounds import DraftCost
 
         exit_layer = cast("ExitDrafter", drafter).exit_layer
-        return DraftCost(
-            layers=exit_layer + layers_of(params, target), heads=params is None, shared=exit_layer
-        )
+        layers, shared = exit_layer + layers_of(params, target), 0 if self.draft_window else exit_layer
+        return DraftCost(layers=layers, heads=params is None, shared=shared)
 
     def _probe(self, exit_layer: int, target: LoadedModel, resources: Resources) -> Probe:
         """Reads the probe of an exit for the sampling parameters of this batch."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.chain import ModelMethod
 from jaxspec.methods.resources import Resources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MaskedMethod(ChainMethod):
+class MaskedMethod(ModelMethod):
     """The base of methods that skip sublayers by a mask.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxspec.methods.chain import ChainMethod
+from jaxspec.methods.chain import ModelMethod
 from jaxspec.methods.draft_model import own_model_cost
 from jaxspec.methods.resources import LoadedModel, Resources
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantised(ChainMethod):
+class Quantised(ModelMethod):
     """The model's own weights in int8 or int4, with a separate cache.
 
     After QuantSpec (Tiwari et al. 2025), but without its quantised cache shared by draft and target. No training is
@@ -55,7 +55,8 @@ class Quantised(ChainMethod):
                 "give fewer, or load the model without weights"
             )
         draft = resources.quantise(target, bits)
-        drafter = DraftModel(draft.config, *self.stopping(), pairs=resources.platform != "cpu")
+        config = self.read_by_draft(draft.config)
+        drafter = DraftModel(config, *self.stopping(), pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods.base import layers_of, option
-from jaxspec.methods.chain import ChainMethod, StopName
+from jaxspec.methods.chain import ModelMethod, StopName
 from jaxspec.methods.draft_model import own_model_cost
 from jaxspec.methods.files import found
 from jaxspec.methods.resources import FilePath, LoadedModel, ModelLike, Resources
@@ -23,7 +23,7 @@ _THRESHOLD = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class S2D(ChainMethod):
+class S2D(ModelMethod):
     """A draft with sorted exits; each token is from the first confident exit (Kavehzadeh et al. 2024).
 
     Attributes:
@@ -62,11 +62,12 @@ class S2D(ChainMethod):
         carried = draft.trained_for.thresholds
         draft = draft.until(exits[-1])
         thresholds = self._thresholds(exits, carried, target, draft, resources)
+        config = self.read_by_draft(target.config if sorted_target else draft.config)
         rule, length = self.stopping()
         if sorted_target:
-            drafter = Drafting(target.config, exits, thresholds, rule, length, sorted_target=True)
+            drafter = Drafting(config, exits, thresholds, rule, length, sorted_target=True)
             return drafter, self.params(target, resources)
-        return Drafting(draft.config, exits, thresholds, rule, length), self.params(target, resources, draft)
+        return Drafting(config, exits, thresholds, rule, length), self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the mean cost of the exits, because the exit of a token depends on the text.

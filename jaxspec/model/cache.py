@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +74,8 @@ _MASKED = -1e30
 # Keys and values [..., S, hd]; with an int8 cache also the largest magnitudes of both, [..., S, 1]. The last buffer has
 # the dtype of the computation.
 Layer = tuple[jax.Array, ...]
+# An attention window in positions, None for all, or `LlamaConfig.draft_window`.
+Window = int | tuple[int, int] | None
 # The largest whole number of an int8 cache.
 _LEVELS = 127
 # The sums of attention over some blocks: numerator [..., hd], denominator and maximum [..., 1].
@@ -283,13 +284,10 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
         split = buffer.reshape(batch, -1, *buffer.shape[-2:])
         if cache.merged and batch <= UNROLLED_ROWS and not cache.is_ring(buffer):
             # Slice first: to gather from the whole buffer, a TPU would copy all slots.
-            size = (1, *split.shape[1:2], rows, split.shape[-1])
-            few = [jax.lax.dynamic_slice(split, (row, 0, start[row], 0), size) for row in range(batch)]
+            few = _part(buffer, batch, start, rows, True).reshape(*split.shape[:2], rows, -1)
             # For a gather, a TPU would keep the whole cache in a layout that its products do not read.
             selected = functools.partial(summed_along, path=path)
-            taken: jax.Array = jax.lax.platform_dependent(
-                jnp.concatenate(few), tpu=selected, default=gathered
-            )
+            taken: jax.Array = jax.lax.platform_dependent(few, tpu=selected, default=gathered)
         else:
             place = within + start[:, None, None, None]
             place = place % buffer.shape[-2] if cache.is_ring(buffer) else place
@@ -305,6 +303,20 @@ def move(cache: KVCache, start: jax.Array, path: jax.Array, rows: int) -> KVCach
     return dataclasses.replace(cache, layers=jax.tree.map(put, cache.layers, taken))
 
 
+def _part(buffer: jax.Array, batch: int, start: jax.Array, count: int, merged: bool) -> jax.Array:
+    """Returns slots start[b] … start[b] + count − 1 of row b, in the layout of the buffer, which is no ring."""
+    split = buffer.reshape(batch, -1, *buffer.shape[-2:])
+    if merged and batch <= UNROLLED_ROWS:
+        size = (1, *split.shape[1:2], count, split.shape[-1])
+        taken = jnp.concatenate(
+            [jax.lax.dynamic_slice(split, (row, 0, start[row], 0), size) for row in range(batch)]
+        )
+    else:
+        place = (start[:, None] + jnp.arange(count))[:, None, :, None]
+        taken = jnp.take_along_axis(split, place, axis=2, mode="clip")
+    return taken.reshape(*buffer.shape[:-2], count, -1)
+
+
 def summed_along(slots: jax.Array, path: jax.Array) -> jax.Array:
     """Returns slots [B, KV, R, hd] along a path int32[B, P] as [B, KV, P, hd], without a gather."""
     here = path[..., None] == jnp.arange(slots.shape[2])
@@ -317,7 +329,7 @@ def attend(
     queries: jax.Array,
     layer: Layer | OneOf,
     positions: jax.Array,
-    window: int | None,
+    window: Window,
     merged: bool,
     seen: jax.Array | None = None,
     places: jax.Array | None = None,
@@ -327,7 +339,7 @@ def attend(
 ) -> jax.Array:
     """Attention of queries [B, T, KV, G, hd] at positions int32[B, T] over a layer's slots.
 
-    A query sees the slots up to its own position, or the latest `window` of them. In a tree, `seen` bool[B, T, S] marks
+    A query sees the slots up to its own position, or those of `window`. In a tree, `seen` bool[B, T, S] marks
     the visible slots instead, and `positions` are the slots of the queries. `places`, int32[B, S], is the position of
     each slot, or in a ring the slot in each place; None where it is the number of the place. `exact` is that of
     `LlamaConfig`, and needs `places`. `begun` are the sums over keys that are not in the layer, see `sums_over`.
@@ -335,6 +347,8 @@ def attend(
     Returns:
       [B, T, KV, G, hd].
     """
+    if isinstance(window, tuple):
+        return attend_some(queries, layer, positions, positions, window, merged, scores, begun)
     slots = one_of(layer)[0].shape[-2]
     if exact and places is not None:
         assert not isinstance(layer, OneOf)
@@ -410,6 +424,49 @@ def attend(
     return attended
 
 
+@jax.named_scope("attend")
+def attend_some(
+    queries: jax.Array,
+    layer: Layer | OneOf,
+    positions: jax.Array,
+    last: jax.Array,
+    window: tuple[int, int],
+    merged: bool,
+    scores: Scores,
+    begun: Sums | None = None,
+) -> jax.Array:
+    """Attention over few slots of a layer that is no ring, as many for a text of any length.
+
+    Args:
+      queries, layer, merged, scores, begun: as in `attend`.
+      positions: int32[B, T], consecutive.
+      last: int32[B, T] or [B, 1], the last slot of the layer that each query may see.
+      window: `LlamaConfig.draft_window`.
+
+    Returns:
+      [B, T, KV, G, hd].
+    """
+    (batch, count), slots = positions.shape, one_of(layer)[0].shape[-2]
+    sinks, near = window
+    size = min(near + count - 1, slots)
+
+    def over(first: jax.Array, size: int, beyond: int) -> Sums:
+        """Returns the sums over the slots first[b] … first[b] + size − 1 that are at least `beyond`."""
+
+        slot = (first[:, None] + jnp.arange(size))[:, None]
+        seen = visible(positions, slot, window) & (slot <= last[..., None]) & (slot >= beyond)
+        cut = functools.partial(_part, batch=batch, start=first, count=size, merged=merged)
+        return _partial_softmax(_by_key_head(queries, merged), layer, seen, scores, cut)
+
+    begin = jnp.clip(positions[:, 0] - near + 1, 0, slots - size)
+    found = [over(begin, size, sinks), *([] if begun is None else [begun])]
+    if sinks:
+        # A 0 that XLA does not know: for a static slice, its CPU would copy a whole cache that the same loop writes.
+        found.append(over(jnp.minimum(positions[:, 0], 0), sinks, 0))
+    mixed, total, _ = functools.reduce(_joined, found)
+    return _by_query(mixed / total, queries)
+
+
 def block_on_accelerator(num_queries: int) -> int:
     """Returns the most slots whose scores an accelerator computes at once, for rows × tokens × heads queries."""
     return max(BLOCK, 1 << (SCORES_AT_ONCE // num_queries).bit_length() - 1)
@@ -467,14 +524,20 @@ def _by_query(mixed: jax.Array, queries: jax.Array) -> jax.Array:
     return mixed.transpose(0, 3, 1, 2, 4)
 
 
-def _partial_softmax(q: jax.Array, layer: Layer | OneOf, seen: jax.Array, scores: Scores) -> Sums:
-    """Returns the unnormalised softmax over some slots; `seen` is as in `_masked`."""
+def _partial_softmax(
+    q: jax.Array,
+    layer: Layer | OneOf,
+    seen: jax.Array,
+    scores: Scores,
+    cut: Callable[[jax.Array], jax.Array] = lambda buffer: buffer,
+) -> Sums:
+    """Returns the unnormalised softmax over the slots that `cut` leaves of each buffer; `seen` is as in `_masked`."""
     buffers = one_of(layer)
     dtype = buffers[-1].dtype
     q = q.astype(dtype)
     # Only the products differ by layer: the largest magnitudes are small enough to be copied.
-    largest = [of(layer, operator.itemgetter(at)) for at in range(2, len(buffers))]
-    products = of(layer, lambda layer, q: _batched_product(q, layer[0], 1), q)
+    largest = [of(layer, lambda layer, at=at: cut(layer[at])) for at in range(2, len(buffers))]
+    products = of(layer, lambda layer, q: _batched_product(q, cut(layer[0]), 1), q)
     scored = _masked(_scaled(products, q.shape[-1], scores, *largest[:1]), seen)
     if isinstance(layer, OneOf):
         scored = jax.lax.optimization_barrier(scored)  # two maxima read it
@@ -500,7 +563,7 @@ def _partial_softmax(q: jax.Array, layer: Layer | OneOf, seen: jax.Array, scores
     total = jax.lax.platform_dependent(weights, rounded, tpu=by_product, default=by_sum)
     if largest:
         rounded = (weights * _by_slot(largest[1])).astype(dtype)
-    mixed = of(layer, lambda layer, rounded: _batched_product(rounded, layer[1], 0), rounded)
+    mixed = of(layer, lambda layer, rounded: _batched_product(rounded, cut(layer[1]), 0), rounded)
     return mixed * (1 / _LEVELS) if largest else mixed, total, top
 
 
@@ -526,10 +589,14 @@ def _masked(scored: jax.Array, seen: jax.Array) -> jax.Array:
     return jnp.where(by_head, split, _MASKED).reshape(scored.shape)
 
 
-def visible(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
+def visible(positions: jax.Array, slots: jax.Array, window: Window) -> jax.Array:
     """Returns the mask of the slots [..., S] that queries at positions [B, ..., T] see, bool[B, ..., T, S]."""
     mask = slots <= positions[..., None]
-    return mask if window is None else mask & (slots > positions[..., None] - window)
+    if window is None:
+        return mask
+    sinks, last = window if isinstance(window, tuple) else (0, window)
+    near = slots > positions[..., None] - last
+    return mask & (near | (slots < sinks) if sinks else near)
 
 
 def _batched_product(a: jax.Array, b: jax.Array, contract: int, exact: bool = False) -> jax.Array:

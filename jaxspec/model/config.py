@@ -106,6 +106,8 @@ class LlamaConfig:
         Not stored in files.
       kv_cache_dtype: dtype of keys and values in the cache: auto, that of the weights, or int8, with a scale for each
         slot and key/value head. Not stored in files.
+      draft_window: the slots that a pass reads in layers without a window, as (sinks, last): the first `sinks` of a
+        text, and of each token the last `last`, its own included; None for all. Only configurations of drafts have it.
       norm_placement: the norms of a sublayer: of its input (`pre`), of its output before the sum (`post`, OLMo 2), or
         both (`sandwich`, Gemma 2).
       norm_offset: a number that is added to the weights of all norms, which then multiply in float32 (Gemma: 1).
@@ -145,6 +147,7 @@ class LlamaConfig:
     exact: bool = False
     max_model_len: int | None = None
     kv_cache_dtype: KVCacheDtype = "auto"
+    draft_window: tuple[int, int] | None = None
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     norm_offset: float = 0.0
     qk_norm_over_heads: bool = False
@@ -190,7 +193,7 @@ class LlamaConfig:
     @property
     def plain(self) -> LlamaConfig:
         """The same configuration with one copy of each key/value head, not `exact`, with the whole context."""
-        return dataclasses.replace(self, kv_copies=1, exact=False, max_model_len=None)
+        return dataclasses.replace(self, kv_copies=1, exact=False, max_model_len=None, draft_window=None)
 
     @property
     def context_length(self) -> int:

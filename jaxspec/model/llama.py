@@ -357,7 +357,7 @@ class Cached:
 
     start: jax.Array
     slots: jax.Array
-    window: int | None
+    window: kv.Window
     merged: bool
     ring: bool = False
     seen: jax.Array | None = None
@@ -378,15 +378,18 @@ class Unwritten:
     """An attention of T tokens to the slots of a layer before them and to each other, which writes nothing.
 
     Attributes:
+      slots: int32[B, T], their slots.
       last: int32[B, 1], the last place that holds a slot before them.
       before: bool[B, 1 or T, S], the slots that each of them sees.
       own: bool[B, T, T], the tokens that each of them sees.
-      scores: as in `cache.attend`.
+      window, scores: as in `cache.attend`.
     """
 
+    slots: jax.Array
     last: jax.Array
     before: jax.Array
     own: jax.Array
+    window: kv.Window
     scores: Scores
 
     def __call__(
@@ -395,6 +398,9 @@ class Unwritten:
         """Returns the attention, and what is to be written in the layer: `cache.stored` in place of `rows`."""
         rows = kv.stored(rows, k, v)
         begun = kv.sums_over(q, rows, self.own, self.scores)
+        if isinstance(self.window, tuple):
+            few = self.slots, self.last, self.window, True, self.scores, begun
+            return kv.attend_some(q, layer, *few), rows
         mixed = kv.attend(q, layer, self.last, None, True, self.before, scores=self.scores, begun=begun)
         return mixed, rows
 
@@ -414,9 +420,10 @@ def cached(
     slots = start[:, None] + jnp.arange(count)[None, :]
 
     def of_layer(layer: int) -> Attend:
-        window, ring, exact = config.window(layer), cache.is_ring(cache.layers[layer][0]), config.exact
+        window, exact = _window(config, cache, layer), config.exact
+        ring = cache.is_ring(cache.layers[layer][0])
         held = cache.held(layer, slots[:, -1])
-        seen = None if tree is None else tree.visible(start, held, window)
+        seen = None if tree is None else tree.visible(start, held, config.window(layer))
         places = tree.places(start, held) if exact and tree is not None else held if exact or ring else None
         return Cached(start, slots, window, cache.merged, ring, seen, places, exact, config.scores)
 
@@ -431,20 +438,28 @@ def unwritten(
     slots = start[:, None] + jnp.arange(count)[None, :]
 
     def of_layer(layer: int) -> Unwritten:
-        window, places = config.window(layer), cache.layers[layer][0].shape[-2]
+        window, places = _window(config, cache, layer), cache.layers[layer][0].shape[-2]
         held = cache.held(layer, jnp.maximum(start - 1, 0))
 
         def seen(slot: jax.Array) -> jax.Array:
             if tree is not None:
-                return tree.visible(start, slot, window)
+                return tree.visible(start, slot, config.window(layer))
             return kv.visible(slots, slot[:, None], window)
 
         before = (held < start[:, None])[:, None]
         if tree is not None or window is not None:
             before &= seen(held)
-        return Unwritten(jnp.minimum(start, places)[:, None] - 1, before, seen(slots), config.scores)
+        last = jnp.minimum(start, places)[:, None] - 1
+        return Unwritten(slots, last, before, seen(slots), window, config.scores)
 
     return {window: of_layer(layer) for window, layer in _by_window(config, layers).items()}
+
+
+def _window(config: LlamaConfig, cache: KVCache, layer: int) -> kv.Window:
+    """Returns the window of a layer, or the draft's if it has none and more slots than that one reads."""
+    window, few = config.window(layer), config.draft_window
+    reads_all = few is None or cache.layers[layer][0].shape[-2] <= sum(few)
+    return window if reads_all or window is not None else few
 
 
 def _by_window(config: LlamaConfig, layers: range) -> dict[int | None, int]:

@@ -129,6 +129,9 @@ def _attention(
         bias = p["qkv_bias"].reshape(bias.shape)
     behind = np.arange(length)[:, None] - np.arange(length)[None, :]
     seen = (behind >= 0) if of.window is None else (behind >= 0) & (behind < of.window)
+    if of.window is None and config.draft_window is not None:
+        sinks, last = config.draft_window
+        seen &= (behind < last) | (np.arange(length) < sinks)
     every = x @ fused.swapaxes(-1, -2) + bias[:, :, None]  # [KV, G + 2, N, hd]
     queries, keys, values = every[:, :group].reshape(-1, length, hd), every[:, group], every[:, group + 1]
     if config.qk_norm and config.qk_norm_over_heads:

@@ -49,7 +49,8 @@ from jaxspec.stopping import Constant
 from tests import tiny
 
 PROMPTS = ([5], [7, 1, 7, 1, 7, 1, 7, 2])
-METHODS = (*tiny.METHODS, "draft-verify-static", "eagle-tree")
+DRAFT_WINDOWS = ("draft-window-asd", "draft-window-pairs", "draft-window-layerskip")
+METHODS = (*tiny.METHODS, "draft-verify-static", "eagle-tree", *DRAFT_WINDOWS)
 each_method = pytest.mark.parametrize("method", METHODS)
 each_batch = pytest.mark.parametrize("batch", [1, 2])
 # The most instructions that a layer adds to an optimised program on a CPU.
@@ -155,7 +156,8 @@ def overwritten_reads(text: str) -> list[str]:
 
 
 @pytest.mark.representatives(
-    *("autoregressive-1", "choosing-2", "draft-model-1", "asd-2", "s2d-1", "eagle-2", "eagle-tree-2")
+    *("autoregressive-1", "choosing-2", "draft-model-1", "asd-2", "s2d-1", "eagle-2", "eagle-tree-2"),
+    *("draft-window-asd-1", "draft-window-layerskip-1"),
 )
 @each_batch
 @each_method

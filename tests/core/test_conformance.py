@@ -60,7 +60,7 @@ def with_sampling(combinations):
 
 # Their drafts have another form than those of the methods: a choice among trees that are drawn, a tree of one pass
 # with a cache, a pass without a draft of its own, a part of the vocabulary, a mask for all rows, an int8 cache of the
-# target and of the draft.
+# target and of the draft, drafts that read a part of a text.
 VARIANTS = (
     "choosing-trees",
     "dflash-tree",
@@ -70,6 +70,10 @@ VARIANTS = (
     "s2d-target",
     "int8-cache-draft-model",
     "int8-cache-tree",
+    "draft-window-asd",
+    "draft-window-draft-model",
+    "draft-window-layerskip",
+    "dflash-windows",
 )
 FORMS = [*tiny.usual(), *(one for one in tiny.ordinary() if one.drafter in VARIANTS)]
 # Their drafters are those of `eagle3`, `draft-model` and `choosing`, and `asd` with a given mask; plain decoding has no

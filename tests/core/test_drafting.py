@@ -24,6 +24,7 @@ from jaxspec.drafting.draft_verify_drafter import DraftVerify
 from jaxspec.drafting.layerskip_drafter import LayerSkip
 from jaxspec.drafting.lookup import BREAK
 from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.model import cache as kv
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Outcome, View, rising_widths
 from jaxspec.sampling import Greedy, Sampling
@@ -240,8 +241,16 @@ def _observe(drafter, weights, state, outcome):
     return drafter.observe(weights, state, outcome)
 
 
-@pytest.mark.representatives("draft-model-constant")
-@pytest.mark.parametrize(("name", "rule"), [("draft-model", "constant"), ("draft-exit", "confidence")])
+@pytest.mark.representatives("draft-model-constant", "draft-window-draft-model--")
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("draft-model", "constant"),
+        ("draft-exit", "confidence"),
+        ("draft-window-draft-model", "-"),
+        ("draft-window-pairs", "-"),
+    ],
+)
 def test_the_draft_is_as_good_as_without_a_cache(name, rule):
     """All, none or some of the draft tokens are accepted, in any order."""
     rng = np.random.default_rng(0)
@@ -272,6 +281,48 @@ def test_the_draft_is_as_good_as_without_a_cache(name, rule):
         outcome = Outcome(*map(jnp.asarray, (committed, accepted + 1, counts, accepted)))
         state = _observe(drafter, weights, state, outcome)
     assert length.max() <= tiny.CAPACITY
+
+
+@pytest.mark.parametrize("name", ["s2d-target", "clasp", "asd", "layerskip", "s2d", "pairs", "draft-model"])
+def test_a_draft_reads_the_slots_of_its_window_only(name):
+    """Committed keys outside of the window become NaN: no draft changes. One inside: nothing is drafted."""
+    loop = tiny.loop(tiny.Combination(f"draft-window-{name}", "-", "greedy"))
+    drafter, (sinks, last) = loop.parts.drafter, loop.parts.drafter.config.draft_window
+    if name == "clasp":  # a choice of layers reads all slots
+        drafter = drafter.replace(refresh=jnp.int32(100))
+    state, _ = loop.begin(([1, 2, 3, 4, 5, 6, 7, 8], [7, 1, 7, 1, 7, 1, 7, 1, 7, 2]), 8)
+    own = state.drafter_state
+    if name == "clasp":
+        own = own._replace(own=own.own._replace(rounds=own.own.rounds + 1))
+    view = tiny.view(state)
+
+    def poisoned(caches, first, end):
+        """Returns the caches with NaN in slots first … end[b] − 1 of each row."""
+
+        def of(cache):
+            if not isinstance(cache, kv.KVCache):
+                return cache
+            rows = jnp.arange(2).repeat(cache.layers[0][0].shape[0] // 2)[:, None, None]
+            slot = jnp.arange(cache.capacity)[:, None]
+            bad = (slot >= first) & (slot < end[rows])
+            return cache.replace(
+                layers=[(jnp.where(bad, jnp.nan, layer[0]), layer[1]) for layer in cache.layers]
+            )
+
+        return jax.tree.map(of, caches, is_leaf=lambda node: isinstance(node, kv.KVCache))
+
+    def proposed(first, end):
+        cache, mine = poisoned((view.cache, own), first, end)
+        keys = jax.random.split(jax.random.key(0), 2)
+        given = keys, loop.weights, mine, dataclasses.replace(view, cache=cache), Greedy()
+        return _propose(drafter, *given)[0]
+
+    expected, near = proposed(0, jnp.zeros(2, int)), 1 + (name == "pairs")
+    found = proposed(sinks, view.start - last + 2 - near)
+    assert expected.count.tolist() == [tiny.K, tiny.K]
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.count.tolist() == expected.count.tolist()
+    assert not proposed(sinks, view.start - last + 2).count.any()
 
 
 def test_records_are_values():

@@ -57,6 +57,9 @@ CONFIGS = {
     ),
     "sliding": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(5, 5)),
     "int8_cache": dataclasses.replace(BASE, kv_cache_dtype="int8"),
+    "draft_window": dataclasses.replace(BASE, draft_window=(2, 4), kv_cache_dtype="int8"),
+    "one_token": dataclasses.replace(BASE, draft_window=(0, 1)),
+    "draft_window_and_windows": dataclasses.replace(BASE, draft_window=(1, 3), sliding_windows=(None, 5)),
     **{name: tiny.with_block(name, BASE) for name in tiny.BLOCKS},
     # Its cache keeps the windows only, see `rings`.
     "rings": dataclasses.replace(BASE, model_type="mistral", sliding_windows=(2, 5)),
@@ -326,6 +329,24 @@ def test_products_of_many_heads_are_sums_on_a_cpu(many, contract):
     assert ("dot_general" in product.lower(a, b).as_text()) is not many
 
 
+@pytest.mark.parametrize(("batch", "merged"), [(2, True), (2, False), (kv.UNROLLED_ROWS + 1, True)])
+def test_a_draft_window_is_a_mask(batch, merged):
+    """Texts that are shorter than the window, a little longer, and as long as the cache. Unread slots are huge."""
+    slots, length, rng, (sinks, last) = 40, 3, np.random.default_rng(3), (3, 8)
+    heads = (batch * 2,) if merged else (batch, 2)
+    layer = [rng.standard_normal((*heads, slots, 4)).astype(np.float32) for _ in range(2)]
+    queries = jnp.asarray(rng.standard_normal((batch, length, 2, 3, 4)), jnp.float32)
+    for ends in ((3, 10), (11, 12), (13, 15), (slots, 30)):
+        positions = np.resize(ends, batch)[:, None] - length + np.arange(length)
+        behind = positions[..., None] - np.arange(slots)
+        seen = (behind >= 0) & ((behind < last) | (np.arange(slots) < sinks))
+        expected = kv.attend_where(queries, tuple(layer), jnp.asarray(seen), merged)
+        unread = ~seen.any(axis=1).repeat(2, axis=0).reshape(*heads, slots, 1)
+        given = tuple(np.where(unread, 1e30, x) for x in layer)
+        found = kv.attend(queries, given, jnp.asarray(positions), (sinks, last), merged)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_attention_goes_by_blocks_where_all_scores_would_not_fit_a_processors_cache(monkeypatch):
     def bytes_of(most):
         monkeypatch.setattr(kv, "MOST_SCORES", most)
@@ -462,6 +483,17 @@ SAME = {
         "start": 900,
         "ragged": True,
         "sliding_windows": (20, None) * 3,
+    },
+    "draft-window": {"rows": 2, "capacity": 1024, "start": 900, "draft_window": (4, 100)},
+    "ragged-draft-window": {
+        "rows": 3,
+        "batch": 2,
+        "capacity": 256,
+        "start": 100,
+        "ragged": True,
+        "draft_window": (2, 1),
+        "kv_cache_dtype": "int8",
+        "sliding_windows": (None, 20) * 3,
     },
     "tree": {"rows": 4, "tree": True},
     "plan": {"rows": 2, "plan": True},

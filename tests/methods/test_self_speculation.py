@@ -19,6 +19,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import method_files
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.methods.method_files import ProbeFile
+from jaxspec.io.trained_for import TrainedFor
 from jaxspec.methods import LoadedModel, Resources, registry
 from jaxspec.model.plan import LayerPlan
 from jaxspec.programs.executables import MAX_VARIANTS, Executables
@@ -55,6 +56,14 @@ def made(method: str, lm=shared, distributions=("greedy",), **options: Any):
     resources = Resources(lambda name: None, lm.encode, lm.directory, distributions)
     target = LoadedModel(lm.config, lm.params, lm.name)
     return registry.make(method, options).build(target, resources)[0]
+
+
+def sorted_draft():
+    """Returns a draft with two exits."""
+    config = dataclasses.replace(CONFIG, num_layers=2)
+    return LanguageModel(
+        config, tiny.params(tiny.TARGET, 7), tiny.tokenizer(), trained_for=TrainedFor((1, 2))
+    )
 
 
 # Options become parts
@@ -108,6 +117,51 @@ def test_what_does_not_fit_is_one_line(method, options, line):
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(line)) as caught:
         generate(shared, method=method, **options)
     assert "\n" not in str(caught.value)
+
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "asd": {"alpha": 0.84, "every": 2, "keep_last": 0},
+    "clasp": {},
+    "layerskip": {},
+    "adaspeed": {},
+    "quantised": {},
+    "draft-model": {"draft_exit": 1},
+    "s2d": {"draft": sorted_draft},
+    "draft-verify": {},
+}
+
+
+@pytest.mark.parametrize("method", WINDOWED)
+def test_a_draft_window_is_in_the_configuration_of_the_draft(method, beside):
+    """The target's has none. If each layer has a window of its own, there is nothing to read less of."""
+    plan = beside.directory / method_files.PLAN_NAME
+    method_files.write_plan(plan, beside.fingerprint, PLAN, {})
+    options = {name: value() if callable(value) else value for name, value in WINDOWED[method].items()}
+    drafter, _ = beside.drafter(method, draft_window=(1, 4), **options)
+    plain, _ = beside.drafter(method, **options)
+    assert (drafter.config.draft_window, beside.config.draft_window) == ((1, 4), None)
+    assert dataclasses.replace(drafter.config, draft_window=None) == plain.config
+    if method == "s2d":
+        return
+    config = dataclasses.replace(CONFIG, sliding_windows=(3, 2, 3))
+    narrow = LanguageModel(config, beside.params, directory=beside.directory)
+    line = "each layer of the draft has a window of 3 tokens; leave it out"
+    with pytest.raises(ValueError, match=line) as caught:
+        narrow.drafter(method, draft_window=(1, 4), **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["asd", "layerskip", "quantised"])
+def test_a_draft_window_changes_drafts_only(method):
+    """A window that covers the text changes nothing. A short one leaves the text, and `layerskip` shares no layers."""
+    plain = tokens(generate(shared, method="autoregressive"))
+    whole = generate(shared, method=method)
+    covered = generate(shared, method=method, draft_window=(1, 40))
+    few = generate(shared, method=method, draft_window=(1, 2))
+    assert tokens(whole) == tokens(covered) == tokens(few) == plain
+    counts = [[one.statistics.num_accepted_tokens for one in of] for of in (whole, covered, few)]
+    assert counts[0] == counts[1]
+    assert counts[1] != counts[2]
 
 
 # Files

@@ -1,0 +1,101 @@
+"""What does a draft window save, and what does it cost? `python -m benchmarks.draft_window`, about four minutes.
+
+For each number of tokens in the cache it prints the time of a step of all layers with and without the window, timed in
+turns, and the tokens a round of drafts with and without it after as much of the documentation. The draft runs all
+layers, so that without a window every draft token is accepted. With `--shape` it only times steps of random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import jaxspec
+from jaxspec import LanguageModel
+from jaxspec.measuring.bench.device_profile import language_model
+from jaxspec.measuring.bench.steps import SubmodelSteps
+from jaxspec.measuring.bench.timing import interleaved
+from jaxspec.model.plan import LayerPlan
+
+ROOT = Path(__file__).parents[1]
+STEPS, TURNS, LEFT = 4, 7, 64
+
+
+def step_ms(lm: LanguageModel, window: tuple[int, int], contexts: Sequence[int]) -> list[tuple[float, float]]:
+    """Returns the milliseconds of a step without and with the window, medians, for each number of cached tokens."""
+    every = LayerPlan.skipping(lm.config.num_layers)
+    config = dataclasses.replace(lm.config, draft_window=window)
+    few = LanguageModel(config, lm.params, name=lm.name, device=lm.device)
+    timed = {
+        (context, one is few): SubmodelSteps(one, every, live=context - LEFT, capacity=context)
+        for context in contexts
+        for one in (lm, few)
+    }
+    runs = {str(key): lambda steps=steps: steps(STEPS) for key, steps in timed.items()}
+    for run in runs.values():
+        run()
+    taken = interleaved(runs, TURNS)
+    ms = {key: statistics.median(taken[str(key)]) / STEPS for key in timed}
+    return [(ms[context, False], ms[context, True]) for context in contexts]
+
+
+def tokens_a_round(
+    lm: LanguageModel, window: tuple[int, int], contexts: Sequence[int], count: int, num_draft_tokens: int
+) -> list[tuple[float, float]]:
+    """Returns the tokens a round without and with the window, after the first tokens of the documentation."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    tokens = lm.encode("\n".join(page.read_text("utf-8") for page in pages))
+    found = []
+    for context in contexts:
+        pair = []
+        for few in ((), window):
+            result = lm.generate(
+                tokens[: context - LEFT - count],
+                method=jaxspec.methods.ASD(
+                    alpha=1, every=0, keep_last=0, stop_rule=("constant",),
+                    num_draft_tokens=num_draft_tokens, draft_window=few,
+                ),
+                max_new_tokens=count,
+                ignore_eos=True,
+            )  # fmt: skip
+            assert not isinstance(result, list)
+            pair.append(result.statistics.mean_acceptance_length or 1.0)
+        found.append((pair[0], pair[1]))
+    return found
+
+
+def main() -> None:
+    """Reads the arguments, measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--shape", help="time steps of this shape with random weights, such as 1b")
+    parser.add_argument("--weights", choices=["int8"])
+    parser.add_argument("--window", default="4,2048", metavar="SINKS,W")
+    parser.add_argument(
+        "--contexts", default="1024,2048,4096,8192", help="tokens in the cache, powers of two"
+    )
+    parser.add_argument("--tokens", type=int, default=48, help="tokens that are generated after each context")
+    parser.add_argument("--num-draft-tokens", type=int, default=5)
+    given = parser.parse_args()
+    contexts = [int(one) for one in given.contexts.split(",")]
+    sinks, last = (int(one) for one in given.window.split(","))
+    if given.shape:
+        lm = language_model(None, given.shape, "float32", None, None, given.weights, "auto")
+    else:
+        lm = jaxspec.load(given.model, dtype="float32", weights=given.weights, prefix_cache="1GB")
+    print(f"{lm.name}, {lm.precision}, {lm.device_kind}, a window of {sinks} and {last} tokens")
+    print("tokens in the cache | step, ms | with the window, ms | ratio | tokens a round | with the window")
+    times = step_ms(lm, (sinks, last), contexts)
+    rounds = [(float("nan"),) * 2] * len(contexts)
+    if not given.shape:
+        rounds = tokens_a_round(lm, (sinks, last), contexts, given.tokens, given.num_draft_tokens)
+    for context, (plain, few), (all_read, some_read) in zip(contexts, times, rounds, strict=True):
+        cells = f"{plain:.1f} | {few:.1f} | {few / plain:.2f} | {all_read:.2f} | {some_read:.2f}"
+        print(f"{context - LEFT} | {cells}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
