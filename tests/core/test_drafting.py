@@ -314,7 +314,7 @@ def test_a_draft_reads_the_slots_of_its_window_only(name):
     def proposed(first, end):
         cache, mine = poisoned((view.cache, own), first, end)
         keys = jax.random.split(jax.random.key(0), 2)
-        given = keys, loop.weights, mine, dataclasses.replace(view, cache=cache), Greedy()
+        given = loop.weights, keys, mine, dataclasses.replace(view, cache=cache), Greedy()
         return _propose(drafter, *given)[0]
 
     expected, near = proposed(0, jnp.zeros(2, int)), 1 + (name == "pairs")
