@@ -348,7 +348,19 @@ def attend(
       [B, T, KV, G, hd].
     """
     if isinstance(window, tuple):
-        return attend_some(queries, layer, positions, positions, window, merged, scores, begun)
+
+        def some(queries: jax.Array, layer: Layer, positions: jax.Array) -> jax.Array:
+            return attend_some(queries, layer, positions, positions, window, merged, scores, begun)
+
+        def apart(queries: jax.Array, *given: Any) -> jax.Array:
+            # Else XLA would fuse a slice with the write before it, and copy the cache, which both then read.
+            ran: jax.Array = jax.lax.cond(
+                jnp.any(given[1] >= 0), some, lambda queries, *_: jnp.zeros_like(queries), queries, *given
+            )
+            return ran
+
+        found: jax.Array = jax.lax.platform_dependent(queries, layer, positions, cpu=apart, default=some)
+        return found
     slots = one_of(layer)[0].shape[-2]
     if exact and places is not None:
         assert not isinstance(layer, OneOf)
