@@ -189,9 +189,14 @@ def _works(candidates: Sequence[Candidate]) -> list[DraftCost]:
     return [dataclasses.replace(one.cost, shared=0.0) for one in candidates]
 
 
-def kind_of(one: str | Method) -> type[Method]:
-    """Returns the class of a method, given as such or by its name."""
-    return registry.find(one) if isinstance(one, str) else type(one)
+def kind_of(one: str | Method, name: str = "among") -> type[Method]:
+    """Returns the class of a method, given as such or by its name in the option of this name."""
+    if not isinstance(one, str):
+        return type(one)
+    try:
+        return registry.find(one)
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from None
 
 
 def with_options(method: Method, given: Mapping[str, Any]) -> Method:

@@ -116,7 +116,7 @@ class Hybrid(Method):
 
 def _part(role: str, part: str | Method) -> type[Method]:
     """Returns the class of a method of a hybrid, which drafts and is not a hybrid itself."""
-    kind = kind_of(part)
+    kind = kind_of(part, role)
     if kind.composite or not kind.options():
         raise ValueError(f"{role} is {kind.name!r}; give a method that drafts and is not a hybrid")
     return kind

@@ -21,7 +21,7 @@ from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import Constant
 from jaxspec.testing import reference
-from tests import tiny
+from tests import refused, tiny
 
 DEPTH = 6
 CONFIG = dataclasses.replace(tiny.TARGET, num_layers=DEPTH, sliding_windows=(None, 4, None, None, 4, None))
@@ -172,5 +172,5 @@ def test_the_layers_follow_the_text():
     ],
 )
 def test_numbers_that_do_not_fit(options, line):
-    with pytest.raises(ValueError, match=line):
+    with refused(line):
         tiny.language_model().drafter("clasp", **options)

@@ -21,9 +21,7 @@ from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.heads.kinds import KINDS
 from jaxspec.methods import registry
 from jaxspec.methods.base import DraftingMethod, Method, option
-from tests import tiny
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT, refused, tiny
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,21 +130,13 @@ def test_options_are_taken_as_their_types_say():
         ("layerskip", {"exit_layr": 3}, "unknown option exit_layr; perhaps you meant exit_layer"),
         ("layerskip", {"frobnicate": 3}, "unknown option frobnicate; "),
         ("layerskip", {"max_tokens": 3}, "unknown option max_tokens; perhaps you meant max_new_tokens"),
-        (
-            "layerskip",
-            {"plan": "x"},
-            "method layerskip has no option `plan`; it is an option of draft-verify",
-        ),
+        ("layerskip", {"plan": "x"}, "layerskip has no option `plan`; it is an option of draft-verify"),
         (
             "kangaroo",
             {"tree": "8x4"},
-            "method kangaroo has no option `tree`; it is an option of dflash, dspark, eagle, eagle3, hydra",
+            "no option `tree`; it is an option of dflash, dspark, eagle, eagle3, hydra",
         ),
-        (
-            "ngram",
-            {"gamma": 0.5, "draft": "x"},
-            "method ngram has no option `gamma`; it is an option of adaspeed, ",
-        ),
+        ("ngram", {"gamma": 0.5, "draft": "x"}, "ngram has no option `gamma`; it is an option of adaspeed, "),
         ("layerskip", {"gamma": 0.5}, "layerskip with stop_rule=constant has no option `gamma`"),
         ("adaspeed", {"probe": "x"}, "adaspeed with stop_rule=product has no option `probe`"),
         ("layerskip", {"exit_layer": "3"}, "exit_layer is '3'; give a whole number"),
@@ -179,19 +169,32 @@ def test_options_are_taken_as_their_types_say():
         ("auto", {"among": [["ngram"]]}, "among[0] is ['ngram']; give a text"),
         ("auto", {"among": ["ngram", {}], "ngram_max": 3}, "among[1] is {}; give a text"),
         ("auto", {"among": ["hybrid"], "first": 3}, "among names 'hybrid'; give methods that draft"),
+        ("auto", {"among": ["auto"]}, "among names 'auto'; give methods that draft"),
+        ("auto", {"among": ["autoregressive"]}, "among names 'autoregressive'; give methods that draft"),
+        ("auto", {"among": ["nothing"]}, "`among`: unknown method 'nothing'; the methods are"),
         ("auto", {"among": ["ngram"] * 33}, "among names 33 methods; give at most 32"),
         ("auto", {"among": ["hybrid"] * 1001}, "among has 1001 values; give at most 1000"),
         ("ngram", {"reference": ["a"] * 1001}, "reference has 1001 values; give at most 1000"),
         ("x" * 10**6, {}, "unknown method 'xxx"),
         ("hybrid", {"first": 0}, "first is 0; give a text"),
         ("hybrid", {"second": [], "exit_layer": 1}, "second is []; give a text"),
-        ("hybrid", {"first": ""}, "unknown method ''; the methods are"),
+        ("hybrid", {"first": "guess"}, "`first`: unknown method 'guess'; the methods are"),
+        ("hybrid", {"second": "hybrid"}, "second is 'hybrid'; give a method that drafts and is not a hybrid"),
+        ("hybrid", {"second": methods.Hybrid()}, "second is 'hybrid'; give a method that drafts"),
+        ("hybrid", {"second": "autoregressive"}, "second is 'autoregressive'; give a method that drafts"),
+        ("hybrid", {"draft_cost": -1}, "draft_cost is -1.0; give a number from 0 on"),
+        ("hybrid", {"draft_exit": 1}, "hybrid has no option `draft_exit`; it is an option of draft-model"),
+        (
+            "hybrid",
+            {"second": "asd", "exit_layer": 1},
+            "hybrid has no option `exit_layer`; it is an option of",
+        ),
+        ("hybrid", {"gamma": 0.5}, "method layerskip with stop_rule=constant has no option `gamma`"),
     ],
 )
 def test_wrong_options_are_one_line(name, options, line):
-    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+    with refused(re.escape(line)):
         registry.make(name, options, ["max_new_tokens"])
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", registry.built_in())
@@ -209,7 +212,7 @@ def test_no_value_of_an_option_has_another_error(name):
 
 @pytest.mark.full
 def test_typed_and_named_methods_are_the_same():
-    with pytest.raises(ValueError, match="with stop_rule=constant has no option `gamma`"):
+    with refused("with stop_rule=constant has no option `gamma`"):
         methods.LayerSkip(gamma=0.5)
     with pytest.raises(TypeError, match="exit_layr"):
         methods.LayerSkip(exit_layr=3)
@@ -217,9 +220,9 @@ def test_typed_and_named_methods_are_the_same():
     typed = lm.generate([3, 4], method=methods.NGram(num_draft_tokens=2), max_new_tokens=6)
     named = lm.generate([3, 4], method="ngram", num_draft_tokens=2, max_new_tokens=6)
     assert typed.tokens == named.tokens
-    with pytest.raises(ValueError, match="ngram_max belongs to a method's name; NGram carries its own"):
+    with refused("ngram_max belongs to a method's name; NGram carries its own"):
         lm.generate([3, 4], method=methods.NGram(), ngram_max=2)
-    with pytest.raises(ValueError, match=r"method is 3; give a name \(adaspeed, .*\), an instance of one of"):
+    with refused(r"method is 3; give a name \(adaspeed, .*\), an instance of one of"):
         lm.generate([3], method=3)
 
 
@@ -283,7 +286,7 @@ def test_a_drafter_that_verifies_too_few_rows_is_refused():
     class Narrow(NGram):
         verify_widths = (1, 2)
 
-    with pytest.raises(ValueError, match=r"Narrow proposes up to 3 tokens .* let verify_widths end with 4"):
+    with refused(r"Narrow proposes up to 3 tokens .* let verify_widths end with 4"):
         tiny.language_model().generate([3, 4], method=Narrow(num_draft_tokens=3))
 
 
@@ -302,19 +305,15 @@ def test_another_package_adds_a_method(plugged):
 @pytest.mark.parametrize(
     ("value", "line"),
     [
-        (
-            "tests.nowhere:Repeat",
-            "method 'twice-told' of the entry point tests.nowhere:Repeat cannot be loaded",
-        ),
+        ("tests.nowhere:Repeat", "method 'twice-told' of the entry point tests.nowhere:Repeat cannot be"),
         ("tests.methods.test_methods:dataclasses", "is not a subclass of jaxspec.methods.Method"),
         ("tests.methods.test_methods:DraftingMethod", "has the name None; give both the same name"),
     ],
 )
 def test_a_package_that_is_broken_is_one_line(plugged, value, line):
     plugged(value)
-    with pytest.raises(ValueError, match=re.escape(line)) as caught:
+    with refused(re.escape(line)):
         registry.find("twice-told")
-    assert "\n" not in str(caught.value)
     found, problems = registry.available()
     assert set(found) == set(registry.built_in())
     assert len(problems) == 1

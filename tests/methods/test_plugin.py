@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests import ROOT, python, variables
 from tests.docs.test_docs import blocks, titled
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +37,7 @@ def installed(tmp_path_factory) -> Path:
 
 
 def jaxspec(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "jaxspec", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return python("-m", "jaxspec", *arguments, env=variables(site, COLUMNS="100"))
 
 
 @pytest.mark.full
@@ -88,8 +83,7 @@ def test_another_package_adds_a_head(tmp_path):
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-head\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("\n".join(lines))
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", KINDS], capture_output=True, text=True, env=environment)
+    done = python("-c", KINDS, env=variables(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:3] == ["toy_head.network", "toy_head.method", "toy_head.training"]
     assert done.stdout.split()[-1] == "toy"

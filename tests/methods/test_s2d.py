@@ -33,7 +33,7 @@ from jaxspec.protocol import Outcome, Prefill, View, Weights
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import Constant
 from jaxspec.testing import reference
-from tests import tiny
+from tests import refused, tiny
 from tests.commands import CONFIG, write_model, write_tokenizer
 
 CAPACITY, ROUNDS, K = 64, 7, 4
@@ -247,15 +247,12 @@ def test_exits_are_read_from_a_models_config(tmp_path):
     assert load(tmp_path / "model").drafter("s2d", draft=str(tmp_path / "model"))[0].config.num_layers == 3
     for wrong in ([], [3, 1], [0, 2], [2, 5], [1, 1], "2", [True, 2], 3, None):
         path.write_text(json.dumps({**content, "jaxspec": {"exits": wrong}}))
-        with pytest.raises(
-            ValueError,
-            match=r"expected a (rising list of layers from 1 to 4|list, each entry a whole number)",
-        ):
+        with refused(r"expected a (rising list of layers from 1 to 4|list, each entry a whole number)"):
             load(tmp_path / "model")
     path.write_text(json.dumps({**content, "jaxspec": [1, 3]}))
-    with pytest.raises(ValueError, match="expected an object"):
+    with refused("expected an object"):
         load(tmp_path / "model")
-    with pytest.raises(ValueError, match="expected a rising list"):
+    with refused("expected a rising list"):
         sorted_draft((4, 2))
 
 
@@ -276,18 +273,12 @@ def test_what_does_not_fit_is_one_line(target, tmp_path):
         ({}, "needs a draft with sorted exits, but tiny has none below its last layer; give draft='sorted'"),
         ({"draft": two}, "needs a draft with sorted exits, but unsorted has none; give draft='sorted'"),
         ({"draft": bare}, "has a vocabulary of 12 tokens, the target of 13, and one of them no tokenizer"),
-        (
-            {"draft": draft, "thresholds": str(tmp_path / "none.json")},
-            "none.json does not exist; make one with `jaxspec tune",
-        ),
-        (
-            {"draft": draft, "stop_rule": "probe"},
-            "unknown stop_rule 'probe'; give one of constant, confidence",
-        ),
+        ({"draft": draft, "thresholds": str(tmp_path / "none.json")}, "none.json does not exist; make one"),
+        ({"draft": draft, "stop_rule": "probe"}, "unknown stop_rule 'probe'; give one of constant,"),
         ({"draft": draft, "gamma": 0.3}, "s2d with stop_rule=adaptive-length has no option `gamma`"),
         ({"draft": draft, "draft_exit": 2}, "has no option `draft_exit`"),
     ):
-        with pytest.raises((ValueError, FileNotFoundError), match=re.escape(line)):
+        with refused(re.escape(line), (ValueError, FileNotFoundError)):
             target.drafter("s2d", **options)
 
 
@@ -309,7 +300,7 @@ def test_thresholds_that_do_not_fit_are_refused(target, tmp_path, change, line):
     path = tmp_path / "t.json"
     method_files.write_thresholds(path, target.fingerprint, draft_of(draft, 4), (1, 2, 4), (0.5, 0.4), {})
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=re.escape(line)):
+    with refused(re.escape(line)):
         target.drafter("s2d", draft=draft, thresholds=str(path))
 
 
@@ -368,6 +359,6 @@ def test_a_draft_of_another_target_warns_once():
     ],
 )
 def test_a_record_that_does_not_fit_is_one_line(record, said):
-    with pytest.raises(ValueError, match=said) as caught:
+    with refused(said) as caught:
         TrainedFor.read(record, 4, 99)
     assert len(str(caught.value)) <= 300

@@ -25,7 +25,7 @@ from jaxspec.model.plan import LayerPlan
 from jaxspec.programs.executables import MAX_VARIANTS, Executables
 from jaxspec.stopping import AdaptiveGamma, AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
 from jaxspec.texts.requests import drawn_apart
-from tests import tiny
+from tests import refused, tiny
 
 CONFIG = dataclasses.replace(tiny.DEEP, eos_token_ids=(tiny.EOS,))
 PROMPTS = ([1, 2, 3], [5], [7, 1, 7, 1, 7, 2])
@@ -106,17 +106,14 @@ def test_any_stop_rule_goes_with_any_draft():
         ("layerskip", {"exit_layer": 0}, "exit_layer is 0; the model has 3 layers, give 1 to 2"),
         ("adaspeed", {"exit_layer": 3}, "exit_layer is 3"),
         ("adaspeed", {"gamma": 1.2}, "gamma is 1.2; give a number from 0 to 1"),
-        ("layerskip", {"gamma": 0.5}, "layerskip with stop_rule=constant has no option `gamma`"),
-        ("layerskip", {"plan": "x"}, "has no option `plan`"),
         ("asd", {"stop_rule": ("probe",)}, "unknown stop_rule 'probe'; give one of constant, confidence"),
         ("draft-verify", {}, "draft-verify needs a plan; make one with `jaxspec search`"),
         ("adaspeed-probe", {}, "the model is in memory only and has no probe file; give probe=FILE"),
     ],
 )
 def test_what_does_not_fit_is_one_line(method, options, line):
-    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(line)) as caught:
+    with refused(re.escape(line), (ValueError, FileNotFoundError)):
         generate(shared, method=method, **options)
-    assert "\n" not in str(caught.value)
 
 
 WINDOWED: dict[str, dict[str, Any]] = {
@@ -175,9 +172,9 @@ def test_numbers_beside_the_model_are_found_and_options_come_first(beside):
     moved = path.rename(path.with_name("elsewhere.json"))
     assert int(made("asd", beside, asd_numbers=str(moved)).every) == 2
     moved.write_text(moved.read_text().replace('"every": 2', '"every": -1'))
-    with pytest.raises(ValueError, match=r"elsewhere\.json: every is -1; give 0"):
+    with refused(r"elsewhere\.json: every is -1; give 0"):
         made("asd", beside, asd_numbers=str(moved))
-    with pytest.raises(FileNotFoundError, match=r"missing\.json does not exist"):
+    with refused(r"missing\.json does not exist", FileNotFoundError):
         made("asd", beside, asd_numbers="missing.json")
 
 
@@ -193,22 +190,22 @@ def test_a_probe_beside_the_model_is_found(beside):
     assert any(result.statistics.num_draft_tokens for result in results)
     estimate = made("adaspeed-probe", beside, (distribution,), exit_layer=1).rule.estimate
     np.testing.assert_allclose(estimate.direction, v * np.asarray(beside.params["norm"]), rtol=1e-6)
-    with pytest.raises(FileNotFoundError, match=r"exit-1-greedy.*python -m training\.probe"):
+    with refused(r"exit-1-greedy.*python -m training\.probe", FileNotFoundError):
         generate(beside, method="adaspeed-probe", exit_layer=1)
-    with pytest.raises(ValueError, match="is a probe of exit layer 1, the draft exits after 2"):
+    with refused("is a probe of exit layer 1, the draft exits after 2"):
         made("adaspeed-probe", beside, (distribution,), exit_layer=2, probe=str(path))
-    with pytest.raises(ValueError, match="is a probe for the distribution temperature"):
+    with refused("is a probe for the distribution temperature"):
         made("adaspeed-probe", beside, exit_layer=1, probe=str(path))
-    with pytest.raises(ValueError, match="the texts follow different distributions"):
+    with refused("the texts follow different distributions"):
         generate(beside, method="adaspeed-probe", exit_layer=1, temperature=[0.0, 0.6, 0.6])
     method_files.write_probe(path, "0" * 16, ProbeFile(v, b, 1, distribution))
-    with pytest.raises(ValueError, match="belongs to another model"):
+    with refused("belongs to another model"):
         made("adaspeed-probe", beside, (distribution,), exit_layer=1)
     method_files.write_probe(path, beside.fingerprint, ProbeFile(v[:3], b, 1, distribution))
-    with pytest.raises(ValueError, match=r"v of shape \(3,\), expected \(16,\)"):
+    with refused(r"v of shape \(3,\), expected \(16,\)"):
         made("adaspeed-probe", beside, (distribution,), exit_layer=1)
     path.write_bytes(b"no probe")
-    with pytest.raises(ValueError, match="is not a probe"):
+    with refused("is not a probe"):
         made("adaspeed-probe", beside, (distribution,), exit_layer=1)
 
 
@@ -227,7 +224,7 @@ def test_a_plan_that_does_not_fit_is_refused(beside, change, line):
     path = beside.directory / "plan.json"
     method_files.write_plan(path, beside.fingerprint, PLAN, {})
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=re.escape(line)):
+    with refused(re.escape(line)):
         made("draft-verify", beside, plan=str(path))
 
 

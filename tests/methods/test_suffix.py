@@ -15,7 +15,7 @@ from jaxspec import methods
 from jaxspec.drafting.lookup import BREAK, joined
 from jaxspec.drafting.suffix_drafter import Suffix
 from jaxspec.protocol import View
-from tests import tiny
+from tests import refused, tiny
 
 V, ROWS, SIZE = 3, 4, 24
 TEXTS = ((0, 1, 2, 0, 1, 1), (2, 2, 1, 0), (1, 2))
@@ -147,5 +147,5 @@ def test_references_are_searched_beside_the_text(tmp_path):
     ],
 )
 def test_past_outputs_are_token_ids(texts, size, line):
-    with pytest.raises(ValueError, match=line):
+    with refused(line):
         Suffix().remembering(texts, size)

@@ -25,7 +25,7 @@ from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.sampling import Greedy, Sampling
 from jaxspec.stopping import AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
 from jaxspec.testing.contracts import BUDGETS, PROMPTS
-from tests import tiny
+from tests import refused, tiny
 from tests.commands import PROMPT
 
 DEEP = tiny.engine_config(tiny.DEEP)
@@ -199,9 +199,8 @@ def test_an_option_is_a_number_or_a_file():
     ],
 )
 def test_what_does_not_fit_is_one_line(lm, given, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+    with refused(message, (ValueError, FileNotFoundError)):
         lm.generate("ab", method="layerskip", draft_vocab=given)
-    assert "\n" not in str(error.value)
 
 
 def test_a_model_without_a_ranking_says_how_to_make_one(tmp_path):
@@ -211,10 +210,10 @@ def test_a_model_without_a_ranking_says_how_to_make_one(tmp_path):
         (tiny.language_model(), ""),
     ):
         line = f"draft_vocab=8 needs a ranking of tokens{where}; make one with `jaxspec vocab --data FILE`, or give"
-        with pytest.raises(FileNotFoundError, match=re.escape(line)):
+        with refused(re.escape(line), FileNotFoundError):
             model.generate("ab", method="layerskip", draft_vocab=8)
     for name in ("ngram", "autoregressive"):
-        with pytest.raises(ValueError, match=f"method {name} has no option `draft_vocab`"):
+        with refused(f"method {name} has no option `draft_vocab`"):
             lm.generate("ab", method=name, draft_vocab=8)
 
 
@@ -234,10 +233,7 @@ def test_a_ranking_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"format": "jaxspec.plan/1"},
-            "has the format jaxspec.plan/1, expected jaxspec.vocab/1; make one with `jaxspec vocab`",
-        ),
+        ({"format": "jaxspec.plan/1"}, "has the format jaxspec.plan/1, expected jaxspec.vocab/1; make one"),
         ({"model": "0"}, "belongs to another model (0, this one is print); make one with `jaxspec vocab`"),
         ({"vocab_size": 14}, "ranks a vocabulary of 14 tokens, the model has 13"),
         ({"ids": None}, "has None in `ids`, expected a list, each entry a whole number"),
@@ -251,9 +247,8 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(tmp_path, change, messa
     path = tmp_path / "v.json"
     RANKING.write(path, "print", {})
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+    with refused(re.escape(message)):
         read_vocabulary(path, "print", 13)
-    assert "\n" not in str(error.value)
 
 
 # How it is made
@@ -267,9 +262,9 @@ def test_tokens_are_counted_and_ranked(tmp_path):
     assert token_counts.coverage(ranking, counts) == {2: 0.25, 4: 0.875, 5: 1.0}
     assert token_counts.rank(lm, [[1, 7, 7]], size=3)[0].ids == (7,)
     for size in (1, 5):
-        with pytest.raises(ValueError, match=f"size is {size}; 2 tokens are always needed and 2 others were"):
+        with refused(f"size is {size}; 2 tokens are always needed and 2 others were"):
             token_counts.rank(lm, [[1, 7, 7]], size=size)
-    with pytest.raises(ValueError, match="no token was counted; give data=FILE"):
+    with refused("no token was counted; give data=FILE"):
         token_counts.rank(lm, [])
 
 
@@ -295,7 +290,7 @@ def test_of_records_the_texts_are_counted(tmp_path, monkeypatch):
     list(token_counts.encoded(lm, [str(file)]))
     assert seen == ["a\nb\nc\né"]
     file.write_text('{"text": "a"}\nabc\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl:2 is not JSON; give one record a line, or plain text"):
+    with refused(r"a\.jsonl:2 is not JSON; give one record a line, or plain text"):
         list(token_counts.encoded(lm, [str(file)]))
 
 
