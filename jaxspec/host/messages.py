@@ -6,6 +6,8 @@ import difflib
 import math
 import re
 import reprlib
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +63,14 @@ def _shortened(text: str, most: int) -> str:
         return text
     end = most * 2 // 5
     return f"{text[: most - end - 1]}…{text[-end:]}"
+
+
+def warn_caller(message: str) -> None:
+    """Warns at the line that called this package, however many of its functions are in between."""
+    frame, level = sys._getframe(1), 2
+    while (outer := frame.f_back) and frame.f_globals.get("__name__", "").startswith("jaxspec."):
+        frame, level = outer, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +16,7 @@ from jaxspec.grammar import Grammar, compile_grammar
 from jaxspec.grammar.table import TokenTable
 from jaxspec.host.arguments import flag, listed, real, whole
 from jaxspec.host.files import parse_json
-from jaxspec.host.messages import shown
+from jaxspec.host.messages import shown, warn_caller
 from jaxspec.io.hf.generation_json import NO_RULES, PENALTIES, SAMPLING, Rules
 from jaxspec.io.tokenizers.chat import NO_EFFECT, text_of, unknown_fields
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
@@ -145,11 +144,7 @@ def _warn_of_no_effect(requests: Sequence[RowRequest], given: Mapping[str, Any])
         if given.get(name) is not None and any(map(uses, requests)) and not any(map(uses, drawn))
     ]:
         names, verb = " and ".join(f"`{name}`" for name in idle), "has" if len(idle) == 1 else "have"
-        warnings.warn(
-            f"{names} {verb} no effect at temperature 0; give a temperature above 0",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+        warn_caller(f"{names} {verb} no effect at temperature 0; give a temperature above 0")
 
 
 def drawn_apart(requests: Sequence[RowRequest]) -> list[RowRequest]:
