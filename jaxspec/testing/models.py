@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.engine.language_model import LanguageModel
+from jaxspec.io.tokenizers.chat import quiet_transformers
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -83,13 +84,11 @@ def tokenizer(chat_template: str | None = None) -> Tokenizer:
     """Returns a tokenizer that merges letters into pairs, so that a text has several possible tokenisations."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, processors
-    from transformers import PreTrainedTokenizerFast
 
     backend = Backend(models.BPE({token: index for index, token in enumerate(TOKENS)}, MERGES))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["<s>", "</s>"])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    return Tokenizer(
-        PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=chat_template, **special)
-    )
+    make = quiet_transformers().PreTrainedTokenizerFast
+    return Tokenizer(make(tokenizer_object=backend, chat_template=chat_template, **special))
