@@ -526,46 +526,15 @@ def _checkpoint(path: Path) -> None:
 
 
 PLAN = {"format": "jaxspec.plan/1", "model": "m", "num_layers": 3, "skip_attention": [1], "skip_mlp": []}
-VOCABULARY = {
-    "format": "jaxspec.vocab/1",
-    "model": "m",
-    "vocab_size": 10,
-    "num_counted": 5,
-    "always": [1],
-    "ids": [2],
-}
+VOCABULARY = {"format": "jaxspec.vocab/1", "model": "m", "vocab_size": 10}
+VOCABULARY |= {"num_counted": 5, "always": [1], "ids": [2]}
 ASD = {"format": "jaxspec.asd/1", "model": "m", "alpha": 0.5, "every": 2, "keep_last": 1}
-EXITS = {
-    "format": "jaxspec.thresholds/1",
-    "target": "m",
-    "draft": "d",
-    "exits": [1, 2],
-    "thresholds": [0.5, 0],
-}
+EXITS = {"target": "m", "draft": "d", "exits": [1, 2], "thresholds": [0.5, 0]}
+EXITS |= {"format": "jaxspec.thresholds/1"}
 ACCEPT = {"accept": [0.5]}
 COSTS = {"device": "d", "model": "m", "dtype": "f", "num_layers": 2, "live": 1, "full_ms": [[1, 1, 1.0]]}
-COSTS |= {
-    "cut_layers": 1,
-    "cut_ms": 1.0,
-    "live_token_ms": 0.0,
-    "loop_ms": 0.0,
-    "lookup_ms": 0.0,
-    "absorb_ms": 0.0,
-}
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "vocab_size": 9,
-}
-CONFIG |= {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
-CONFIG |= {"rope_theta": 1e4, "eos_token_id": 1, "rope_scaling": None, "quantization_config": None}
+COSTS |= {"cut_layers": 1, "cut_ms": 1.0}
+COSTS |= dict.fromkeys(("live_token_ms", "loop_ms", "lookup_ms", "absorb_ms"), 0.0)
 RECORD = {"commands": ["x"], "identity": {}, "options": {}, "parameters": 1, "documents": {}, "tokens": {}}
 MESSAGE = {"role": "user", "content": "a"}
 
@@ -592,7 +561,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
     "torch": ("pytorch_model.bin", torch_files, torch_file.read),
     "gguf": ("model.gguf", gguf_files, _gguf),
     "safetensors": ("model.safetensors", safetensors_files, io_tensors.read),
-    "config": ("config.json", lambda: json_cases(CONFIG), _config),
+    "config": ("config.json", lambda: JSON, _config),
     "index": (
         "model.safetensors.index.json",
         lambda: JSON | _within(lambda one: {"weight_map": one}, {"a": "../../secret"}),

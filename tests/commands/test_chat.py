@@ -12,15 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 import jaxspec
 from jaxspec.engine.conversation import Conversation
+from tests import variables
 from tests.commands import called, one_error
 
-ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}</s>{% endfor %}<assistant>"
 OPTIONS = {"max_new_tokens": 12, "ignore_eos": True}
 
@@ -147,15 +146,10 @@ class Terminal:
     def __init__(self, *words: object) -> None:
         self._master, terminal = pty.openpty()
         self._unread = ""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TERM": "xterm"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxspec", "chat", *map(str, words)],
-            env=environment,
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "jaxspec", "chat", *map(str, words)]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+        given = {"env": variables(TERM="xterm"), "start_new_session": True}
+        self.process = subprocess.Popen(command, **streams, **given)
         os.close(terminal)
 
     def read(self, until: str, seconds: float = 120) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tomllib
@@ -12,8 +11,8 @@ import pytest
 
 from jaxspec import cli
 from jaxspec.host import extras
+from tests import ROOT, python, variables
 
-ROOT = Path(__file__).resolve().parents[2]
 # The import name of each package of an extra.
 MODULES = {
     "train": ("grain", "optax", "orbax.checkpoint", "tensorboardX", "yaml", "matplotlib"),
@@ -27,14 +26,7 @@ def without(folder: Path, *modules: str, command: list[str]) -> subprocess.Compl
     """Runs `python -m …` in a process of its own in which the modules cannot be imported."""
     lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in modules)]
     (folder / "sitecustomize.py").write_text("\n".join(lines))
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
+    return python("-m", *command, env=variables(folder), cwd=folder)
 
 
 def test_the_metadata_has_these_extras():

@@ -13,7 +13,6 @@ import time
 import types
 import warnings
 import weakref
-from pathlib import Path
 
 import pytest
 
@@ -21,23 +20,19 @@ from jaxspec.console import interrupts
 from jaxspec.console.errors import Failed, Guard
 from jaxspec.host import files
 from jaxspec.measuring import line_log
+from tests import python, variables
 from tests.commands import called, write_model, write_tokenizer
 from training.loop import checkpoints, training_loop
 from training.loop.signals import StopSignal
 
-ROOT = Path(__file__).parents[2]
 FULL = "No space left on device"
 
 
 def process(*words: str, path: str = "") -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "JAX_PLATFORMS": "cpu"}
+    pipe = subprocess.PIPE
+    command, environment = [sys.executable, *words], variables(*filter(None, [path]))
     return subprocess.Popen(
-        [sys.executable, *words],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
     )
 
 
@@ -200,14 +195,7 @@ def no_room(*_, **__):
 
 def test_a_full_disk_for_standard_output_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxspec", "--version"],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        done = python("-m", "jaxspec", "--version", stdout=full)
     assert done.returncode == 1
     said = rf"jaxspec: error: [^\n]*{FULL}; make room and give the same command again\n"
     assert re.fullmatch(said, done.stderr), done.stderr

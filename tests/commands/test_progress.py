@@ -7,7 +7,6 @@ import re
 import sys
 import threading
 import time
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import jax
@@ -22,8 +21,6 @@ from jaxspec.host.progress import Progress, hidden, shows_progress
 from jaxspec.measuring.bench.comparison import compare, table
 from jaxspec.programs.executables import Executables
 from tests import tiny
-
-ROOT = Path(__file__).parents[2]
 
 
 class Terminal(io.StringIO):

@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec.measuring.bench import prompts
 from jaxspec.measuring.bench.prompt_files import Task, final_number, in_turn, own_tasks, read_tasks
+from tests import refused
 from tests.data import PROMPTS
 
 FORMS = {
@@ -51,7 +52,7 @@ def test_several_files(tmp_path):
     first.write_text("x")
     second.write_text("y")
     assert [task.id for task in read_tasks([first, second])] == ["a/1", "b/1"]
-    with pytest.raises(ValueError, match="two prompts are called 'a/1'; give each file once"):
+    with refused("two prompts are called 'a/1'; give each file once"):
         read_tasks([first, first])
 
 
@@ -68,7 +69,7 @@ def test_those_of_a_model(tmp_path):
     found = own_tasks(directory=tmp_path)
     assert [(task.id, task.turns[0]) for task in found] == [("sums/1", "b"), ("sums/2", "c"), ("code/1", "d")]
     assert [task.id for task in own_tasks("reporting", ["code"], tmp_path)] == ["code/1"]
-    with pytest.raises(ValueError, match="own prompts are sums, but code is needed; choose another"):
+    with refused("own prompts are sums, but code is needed; choose another"):
         own_tasks("tuning", ["code"], tmp_path)
 
 
@@ -77,7 +78,7 @@ def test_those_of_a_model(tmp_path):
 )
 def test_a_model_with_other_prompts(part, tmp_path):
     (tmp_path / prompts.NAME).write_text(json.dumps({"reporting": {"a": ["b"]}, "tuning": part}))
-    with pytest.raises(ValueError, match=r"tuning is not a list of prompts|in `tuning`, expected an"):
+    with refused(r"tuning is not a list of prompts|in `tuning`, expected an"):
         prompts.load("reporting", tmp_path)
 
 
@@ -97,10 +98,7 @@ def test_a_model_with_other_prompts(part, tmp_path):
         ('{"turns": "abc"}', "line 1 has the turns 'abc'; give a list"),
         ('{"turns": ["a", ""]}', r"line 1 has the turns \['a', ''\]"),
         ('{"turns": ["\\ud800"]}', "line 1 has the turns"),
-        (
-            '{"question": "a", "answer": "b"}',
-            "line 1 has an answer without a number: 'b'; end it with #### N",
-        ),
+        ('{"question": "a", "answer": "b"}', "line 1 has an answer without a number: 'b'; end it with ####"),
         ('{"question": 5, "answer": "6"}', "line 1 has the question 5; give a text"),
         ('{"prompt": "", "entry_point": "f"}', "line 1 has the prompt ''; give a text"),
         ('{"question_id": 1, "turns": ["a"]}\n{"question_id": 1, "turns": ["b"]}', "two prompts are called"),
@@ -109,16 +107,15 @@ def test_a_model_with_other_prompts(part, tmp_path):
 def test_wrong_files(tmp_path, content, message):
     path = tmp_path / "set.jsonl"
     path.write_text(content)
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         read_tasks([path])
-    assert "\n" not in str(caught.value)
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist; `prompt_file` must be a prompt set"):
+    with refused("does not exist; `prompt_file` must be a prompt set", FileNotFoundError):
         read_tasks([tmp_path / "no.jsonl"])
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
-    with pytest.raises(ValueError, match="is not text in UTF-8"):
+    with refused("is not text in UTF-8"):
         read_tasks([tmp_path / "latin.txt"])
 
 

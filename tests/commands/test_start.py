@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
-HEAVY = (
+from tests import python
+
+HEAVY = [
     "jax",
     "flax",
     "transformers",
@@ -21,16 +17,12 @@ HEAVY = (
     "orbax",
     "fastapi",
     "rich",
-)
+]
 
 
 def imported(code: str) -> set[str]:
     """The modules that a new process has after some code."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    code += "\nimport sys; print('modules:', *sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
+    done = python("-c", f"{code}\nimport sys; print('modules:', *sys.modules)", check=True)
     return set(done.stdout.splitlines()[-1].split())
 
 

@@ -30,7 +30,7 @@ from jaxspec.model.llama import floor_bytes
 from jaxspec.testing import language_model
 from jaxspec.texts.results import Result, Statistics
 from jaxspec.texts.text import Token
-from tests import tiny
+from tests import refused, tiny
 from tests.commands import called
 
 pytestmark = pytest.mark.usefixtures("no_default_method")
@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_left_out(tmp_path):
     again.resume(LineLog(tmp_path / "log", again.header(), of="benchmark"))
     again.measure()
     assert again.left_out == made.left_out
-    with pytest.raises(ValueError, match="none of the prompts fits into the context of 17 tokens"):
+    with refused("none of the prompts fits into the context of 17 tokens"):
         make(lm, tasks[:1])
 
 
@@ -251,9 +251,8 @@ def test_a_carried_gamma_goes_on_too(tmp_path):
 def test_another_suites_records_are_refused(tmp_path, changes, name):
     path = tmp_path / "records.jsonl"
     LineLog(path, make(Fake()).header(), of="benchmark")
-    with pytest.raises(ValueError, match=re.escape(f"belongs to another benchmark: its {name}")) as caught:
+    with refused(re.escape(f"belongs to another benchmark: its {name}")):
         LineLog(path, make(Fake(), **changes).header(), of="benchmark")
-    assert "\n" not in str(caught.value)
     LineLog(path, make(Fake(), **changes).header(), of="benchmark", resume=False)
 
 
@@ -263,7 +262,7 @@ def test_records_of_another_chat_template_are_refused(tmp_path):
     LineLog(path, make(lm, tasks).header(), of="benchmark")
     encode = lm.encode
     lm.encode = lambda text: encode(text) if isinstance(text, str) else [7, *encode(text)]
-    with pytest.raises(ValueError, match="its prompts is '"):
+    with refused("its prompts is '"):
         LineLog(path, make(lm, tasks).header(), of="benchmark")
 
 
@@ -271,7 +270,7 @@ def test_records_that_are_none_are_refused(tmp_path):
     made = make(Fake())
     log = LineLog(tmp_path / "log", made.header(), of="benchmark")
     log.add({"id": "a/1"})
-    with pytest.raises(ValueError, match="has a record that cannot be read; add resume=False"):
+    with refused("has a record that cannot be read; add resume=False"):
         made.resume(log)
 
 
@@ -547,5 +546,5 @@ def test_peers_take_part_in_the_turns():
     made.measure()
     assert asked == [(2, 0), (4, 0), (6, 0), (6, 1)]
     assert report(lm, made)["runs"]["transformers"]["all"]["speedup"] == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="batch is 2, but peers generate one prompt at a time; give 1"):
+    with refused("batch is 2, but peers generate one prompt at a time; give 1"):
         Suite(lm, TASKS, {}, SuiteOptions(batch=2), distribution=GREEDY, peers=peers)

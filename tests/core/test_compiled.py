@@ -519,6 +519,7 @@ def test_similarities_are_nearly_free():
     ("kind", "quantised", "told"),
     [
         ("TPU v5 lite", True, {"xla_tpu_scoped_vmem_limit_kib": "65536"}),
+        ("TPU v5p", True, {"xla_tpu_scoped_vmem_limit_kib": "65536"}),
         ("TPU v5 lite", False, None),  # the compiler estimates more cycles for bfloat16 with it
         ("TPU v6 lite", True, None),  # the compiler estimates more cycles for int8 with it
         ("cpu", True, None),  # its compiler has no such option

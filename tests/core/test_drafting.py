@@ -218,15 +218,6 @@ def test_a_row_drafts_no_more_than_it_has_room_for():
     assert proposal.count.tolist() == state.tolist() == [0, 2, 1, K]
 
 
-def test_a_greedy_chain_is_a_point_mass():
-    proposal, _, _ = _chain(2, Greedy(), Constant(), (), 0)
-    assert proposal.log_probs is None
-    text: tuple[int, ...] = ()
-    while len(text) < K:
-        text += (int(np.argmax(logits_after(text))),)
-    assert proposal.tokens.tolist() == [list(text)] * 2
-
-
 # The draft model's own cache: after any acceptance, its drafts equal those of a run without a cache.
 
 
@@ -350,10 +341,22 @@ def test_records_are_values():
 
 
 def test_a_draft_model_counts_the_tokens_that_its_cache_holds():
-    """A count that is too small costs passes: the texts stay the same, because the cache catches up."""
+    """A count that is too small costs passes: the texts stay the same, because the cache catches up.
+
+    The last row has finished. If it were behind, each later round would feed the draft model once more for it.
+    """
     drafter = DraftModel(tiny.TARGET, num_draft_tokens=4)
-    state = ChainState(drafter.rule.init(4), (None, jnp.full(4, 5)))
-    drafted, accepted = jnp.array([0, 4, 4, 4]), jnp.array([0, 0, 2, 4])
-    outcome = Outcome(jnp.zeros((4, 5), jnp.int32), accepted + 1, drafted, accepted)
+    state = ChainState(drafter.rule.init(5), (None, jnp.full(5, 5)))
+    drafted, accepted = jnp.array([0, 4, 4, 4, 0]), jnp.array([0, 0, 2, 4, 0])
+    outcome = Outcome(jnp.zeros((5, 5), jnp.int32), jnp.array([1, 1, 3, 5, 0]), drafted, accepted)
     _, held = drafter.observe(None, state, outcome).own
-    assert held.tolist() == [5, 6, 8, 9]
+    assert held.tolist() == [5, 6, 8, 9, 5]
+
+
+def test_a_greedy_chain_is_a_point_mass():
+    proposal, _, _ = _chain(2, Greedy(), Constant(), (), 0)
+    assert proposal.log_probs is None
+    text: tuple[int, ...] = ()
+    while len(text) < K:
+        text += (int(np.argmax(logits_after(text))),)
+    assert proposal.tokens.tolist() == [list(text)] * 2

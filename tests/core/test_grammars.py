@@ -23,7 +23,7 @@ from jaxspec.testing.contracts import FOUR
 from jaxspec.texts.grammars import Tables, packed
 from jaxspec.texts.requests import RowRequest
 from jaxspec.verification import trimmed
-from tests import tiny
+from tests import refused, tiny
 from tests.grammars import EOS, allowed, greedy_text, masked, table
 
 PROMPTS = ((1, 2, 3), (5,), (7, 7, 2, 7))
@@ -231,7 +231,7 @@ def test_a_table_that_cannot_be_completed_is_refused():
     )
     one.next[0, 7] = 1
     assert packed(one, (10,), 13).states[0].tolist()[1:] == [7, 0]
-    with pytest.raises(ValueError, match="allows no text with these end tokens"):
+    with refused("allows no text with these end tokens"):
         packed(one, (7,), 13)
 
 

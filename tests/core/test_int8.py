@@ -28,7 +28,7 @@ from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.testing import contracts, reference
 from jaxspec.testing.contracts import BUDGETS, FOUR, PROMPTS
-from tests import gguf_files, tiny
+from tests import gguf_files, refused, tiny
 
 BITS = (8, 4)
 
@@ -202,9 +202,7 @@ def test_memory_is_asked_for_what_is_held(stored, monkeypatch):
     assert memory.needed_bytes(small.config, np.float32, 1, 8, bits=8)[0] == size
     plain = jaxspec.load(stored, compilation_cache=False)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 3000)
-    with pytest.raises(
-        ValueError, match="the draft does not fit: a copy of the weights in int4 with its cache"
-    ):
+    with refused("the draft does not fit: a copy of the weights in int4 with its cache"):
         plain.generate([3, 4], method="quantised", draft_bits=4)
 
 
@@ -213,7 +211,7 @@ def test_what_was_measured_with_other_weights_is_not_gone_on_with(stored, tmp_pa
     plain, small = (jaxspec.load(stored, weights=held, compilation_cache=False) for held in (None, "int8"))
     path, options = tmp_path / "log.jsonl", SearchOptions(trials=1)
     LineLog(path, _header(plain, [[3, 4]], options), of="search")
-    with pytest.raises(ValueError, match="its dtype is 'float32', now 'float32, int8 weights'"):
+    with refused("its dtype is 'float32', now 'float32, int8 weights'"):
         LineLog(path, _header(small, [[3, 4]], options), of="search")
 
 
@@ -232,16 +230,14 @@ def test_an_int8_cache_is_that_of_the_model_and_of_its_drafts(stored, tmp_path):
 
 
 def test_one_line_for_what_cannot_be(stored, tmp_path):
-    with pytest.raises(ValueError, match="unknown weights 'int3'; give int8, or leave it out"):
+    with refused("unknown weights 'int3'; give int8, or leave it out"):
         jaxspec.load(stored, weights="int3", compilation_cache=False)
-    with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; give auto or int8"):
+    with refused("kv_cache_dtype is 'fp8'; give auto or int8"):
         jaxspec.load(stored, kv_cache_dtype="fp8", compilation_cache=False)
     small = jaxspec.load(stored, weights="int8", compilation_cache=False)
-    with pytest.raises(
-        ValueError, match=r"draft_bits is 8, but the weights of .* are int8 already; give fewer"
-    ):
+    with refused(r"draft_bits is 8, but the weights of .* are int8 already; give fewer"):
         small.generate([3, 4], method="quantised", draft_bits=8)
-    with pytest.raises(ValueError, match="the parameters are quantised; give those they were made of"):
+    with refused("the parameters are quantised; give those they were made of"):
         huggingface.save(tmp_path / "out", small.config, small.params)
 
 

@@ -7,10 +7,7 @@ import filecmp
 import functools
 import json
 import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +25,7 @@ from jaxspec.measuring.aot import model_shape
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import left_whole, spread_config, with_copies, without_copies
-from tests import gguf_files, tiny, xla
+from tests import gguf_files, python, refused, tiny, variables, xla
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
 from tests.grammars import greedy_text, table
 
@@ -204,18 +201,9 @@ print("timed")
 
 def on_eight_devices(script, *arguments):
     """Returns the output lines of a script in a separate process with eight devices."""
-    root = Path(__file__).parents[2]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    environment = os.environ | xla.shared_programs()
-    environment |= {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=1800,
-        check=False,
-    )
+    environment = variables(XLA_FLAGS=flags) | xla.shared_programs()
+    done = python("-c", script, *arguments, env=environment, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 
@@ -318,18 +306,13 @@ def test_copies_of_heads_are_no_part_of_the_model(tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal,
         (copied, params),
-        (
-            huggingface.load_params(tmp_path / "plain", config, np.float32),
-            without_copies(config, copied),
-        ),
+        (huggingface.load_params(tmp_path / "plain", config, np.float32), without_copies(config, copied)),
     )
     quantised = place_params(
         tmp_path / "plain", config, jnp.float32, None, jax.make_mesh((1, 1), ("data", "model")), 8, None
     )
     assert method_files.fingerprint(config, *quantised) == method_files.fingerprint(plain, params)
-    with pytest.raises(
-        ValueError, match="kv_copies 3 does not divide the 4 query heads of each key/value head"
-    ):
+    with refused("kv_copies 3 does not divide the 4 query heads of each key/value head"):
         dataclasses.replace(plain, kv_copies=3)
 
 
@@ -364,9 +347,7 @@ def test_what_does_not_divide_is_said():
     ):
         assert fit_to_mesh(mesh, config, "mine") == config
     config = dataclasses.replace(config, intermediate_size=48)
-    with pytest.raises(
-        ValueError, match="no part of mine can be spread over them: they divide neither the 8 query"
-    ):
+    with refused("no part of mine can be spread over them: they divide neither the 8 query"):
         fit_to_mesh(mesh, config, "mine")
     with pytest.warns(RuntimeWarning, match="and the MLP's width 48 and"):
         fit_to_mesh(mesh, config, "draft mine", target=False)

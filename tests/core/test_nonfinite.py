@@ -20,7 +20,7 @@ from jaxspec.model import cache as kv
 from jaxspec.model.sharding import automatic, param_shardings
 from jaxspec.sampling import Sampling
 from jaxspec.testing import reference
-from tests import gguf_files, tiny
+from tests import gguf_files, refused, tiny
 from tests.commands import CONFIG, write_tokenizer
 from tests.engine.test_adapter import write_adapter
 from tests.heads import files as heads
@@ -234,20 +234,15 @@ def test_weights_that_are_no_numbers_are_refused_by_the_tensors_name(tmp_path, k
         write(tmp_path / f"{name} {kind}", tiny.TARGET, params)
     load(tmp_path / f"sound {kind}", tiny.TARGET)
     tensor = "blk.1.ffn_down.weight" if kind == "gguf" else "model.layers.1.mlp.down_proj.weight"
-    with pytest.raises(
-        ValueError, match=f"broken {kind}.*: tensor {tensor} has numbers that are not finite"
-    ) as error:
+    with refused(f"broken {kind}.*: tensor {tensor} has numbers that are not finite"):
         load(tmp_path / f"broken {kind}", tiny.TARGET)
-    assert "\n" not in str(error.value)
 
 
 def test_weights_beyond_the_range_of_the_dtype_are_refused(tmp_path):
     params = jax.tree.map(np.array, tiny.params())
     params["norm"][0] = 1e5
     huggingface.save(tmp_path, tiny.TARGET, params)
-    with pytest.raises(
-        ValueError, match=r"tensor model\.norm\.weight has numbers beyond the range of float16; give"
-    ):
+    with refused(r"tensor model\.norm\.weight has numbers beyond the range of float16; give"):
         load_weights(tmp_path, tiny.TARGET, np.float16)
 
 
@@ -256,18 +251,14 @@ def test_a_head_or_an_adapter_that_is_no_number_is_refused(tmp_path):
     tensors["1.0.linear.weight"][2, 3] = np.nan
     lm = LanguageModel(tiny.engine_config(heads.TARGET), tiny.params(heads.TARGET), tiny.tokenizer())
     draft = str(heads.write(tmp_path / "head", (content, tensors)))
-    with pytest.raises(
-        ValueError, match=r"head: tensor blocks\.1\.layers\.0\.weight has numbers that are not finite"
-    ):
+    with refused(r"head: tensor blocks\.1\.layers\.0\.weight has numbers that are not finite"):
         lm.generate("ab", method="medusa", draft=draft)
     huggingface.save(tmp_path / "base", tiny.TARGET, tiny.params(), np.float32)
     adapter = write_adapter(tmp_path / "adapter", tmp_path / "base")
     numbers = safetensors.numpy.load_file(adapter / "adapter_model.safetensors")
     next(reversed(numbers.values()))[-1, -1] = np.nan
     safetensors.numpy.save_file(numbers, adapter / "adapter_model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"adapter: tensor base_model\..*lora_.\.weight has numbers that are not"
-    ):
+    with refused(r"adapter: tensor base_model\..*lora_.\.weight has numbers that are not"):
         peft.read_adapter(adapter, tiny.TARGET)
 
 

@@ -6,10 +6,7 @@ import dataclasses
 import inspect
 import os
 import re
-import subprocess
-import sys
 import typing
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +14,8 @@ import jaxspec
 from jaxspec.engine.keywords import Keywords, MethodName
 from jaxspec.methods import registry
 from jaxspec.texts.generation_options import NAMES, GenerationOptions
+from tests import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 # Each line is a call and what mypy should say of it.
 CALLS = {
     'lm.generate("a", method="layerskip", exit_layer=3, max_new_tokens=5)': "jaxspec.texts.results.Result",
@@ -58,16 +55,6 @@ def test_the_types_of_keyword_arguments_are_current():
     assert types.keys() == {field.name for method in methods.values() for field in dataclasses.fields(method)}
 
 
-def test_signature_and_help_show_each_option_once():
-    for function in (jaxspec.LanguageModel.generate, jaxspec.LanguageModel.stream):
-        parameters = inspect.signature(function).parameters
-        for name in NAMES:
-            assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-            assert (
-                len(re.findall(rf"^ +(?:\w+, )*{name}(?:, \w+)*: ", function.__doc__, re.MULTILINE)) == 1
-            ), name
-
-
 def test_the_package_says_that_it_has_types():
     assert (ROOT / "jaxspec" / "py.typed").is_file()
 
@@ -79,23 +66,8 @@ def test_a_type_checker_knows_what_a_call_returns(tmp_path):
     lines += [f"reveal_type({call})" for call in CALLS] + list(WRONG)
     (tmp_path / "user.py").write_text("\n".join(lines) + "\n")
     # As if installed: a package found there counts only if it says that it has types.
-    environment = os.environ | {"MYPYPATH": str(ROOT)}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--ignore-missing-imports",
-            "--cache-dir",
-            tmp_path / "cache",
-            "user.py",
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    words = ("-m", "mypy", "--ignore-missing-imports", "--cache-dir", tmp_path / "cache", "user.py")
+    done = python(*words, cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT)})
     for number, (call, expected) in enumerate((CALLS | WRONG).items(), first):
         pattern = rf"^user\.py:{number}: (?:note: Revealed type is|error:) (.*)$"
         said = [line.replace('"', "") for line in re.findall(pattern, done.stdout, re.MULTILINE)]
@@ -103,3 +75,13 @@ def test_a_type_checker_knows_what_a_call_returns(tmp_path):
             assert said == [expected], call
         else:
             assert any(expected in line for line in said), (call, said)
+
+
+def test_signature_and_help_show_each_option_once():
+    for function in (jaxspec.LanguageModel.generate, jaxspec.LanguageModel.stream):
+        parameters = inspect.signature(function).parameters
+        for name in NAMES:
+            assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+            assert (
+                len(re.findall(rf"^ +(?:\w+, )*{name}(?:, \w+)*: ", function.__doc__, re.MULTILINE)) == 1
+            ), name

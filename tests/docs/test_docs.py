@@ -7,7 +7,6 @@ import importlib
 import re
 import sys
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,9 @@ from jaxspec.methods import registry
 from jaxspec.model import llama
 from jaxspec.testing import TARGET, contracts, params
 from jaxspec.texts import requests
-from tests import tiny
+from tests import ROOT, tiny
 from training.losses.base import next_token
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 

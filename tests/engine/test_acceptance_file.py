@@ -10,7 +10,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods.acceptance_file import NAME, Acceptances, Accepted
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.methods import Auto, LayerSkip, NGram
-from tests import tiny
+from tests import refused, tiny
 from training.heads.accepted import accepted_shares
 
 GOOD = {"accept": [0.9, 0.8]}
@@ -44,10 +44,7 @@ def test_what_is_written_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"format": "jaxspec.plan/1"},
-            "expected jaxspec.acceptance/2; make one with `python -m training.heads`",
-        ),
+        ({"format": "jaxspec.plan/1"}, "expected jaxspec.acceptance/2; make one with `python -m"),
         ({"model": "other"}, "belongs to another model .*; make one with `python -m training.heads`"),
         ({"candidates": [GOOD]}, r"has .* in `candidates`, expected an object"),
         *(
@@ -71,9 +68,8 @@ def test_a_damaged_file_is_one_line(tmp_path, changes, message):
     WRITTEN.write(path, "abc", {})
     content = json.loads(path.read_text(encoding="utf-8")) | changes
     path.write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(message):
         Acceptances.read(path, "abc")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

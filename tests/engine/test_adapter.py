@@ -24,7 +24,7 @@ from jaxspec.model import llama
 from jaxspec.model.quantisation import is_quantised
 from jaxspec.programs import memory
 from jaxspec.testing import reference
-from tests import caching, tiny, xla
+from tests import caching, refused, tiny, xla
 from tests.commands import PROMPT, called, one_error, write_tiny
 from tests.engine.test_ready_weights import settled
 
@@ -204,7 +204,7 @@ def test_memory_is_asked_for_the_adapter_too(base, adapter, monkeypatch):
     load(base("llama"), adapter=adapter)
     assert asked == [sizes[1] - sizes[0]]
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    with pytest.raises(ValueError, match="the model does not fit: weights "):
+    with refused("the model does not fit: weights "):
         load(base("llama"), adapter=adapter)
 
 
@@ -219,11 +219,7 @@ def test_wrong_adapters_are_refused_in_one_line(base, adapter, tmp_path):
     cases: list[tuple[dict[str, Any], Any, str]] = [
         ({"use_dora": True}, dict, "use_dora is True; adapters with it are not supported"),
         ({"peft_type": "IA3"}, dict, "peft_type is 'IA3'; adapters with it"),
-        (
-            {"init_lora_weights": "pissa_niter_4"},
-            dict,
-            "init_lora_weights is 'pissa_niter_4'; adapters with it",
-        ),
+        ({"init_lora_weights": "pissa_niter_4"}, dict, "init_lora_weights is 'pissa_niter_4'; adapters"),
         ({"modules_to_save": ["lm_head"]}, dict, r"modules_to_save is \['lm_head'\]; adapters with it"),
         ({"r": None}, dict, "r is None; expected a whole number from 1"),
         ({"r": 4}, dict, r"tensor .*o_proj.lora_A.weight is \(3, 16\), expected shape \(4, 16\)"),
@@ -231,11 +227,7 @@ def test_wrong_adapters_are_refused_in_one_line(base, adapter, tmp_path):
         ({"rank_pattern": {"(": 3}}, dict, "rank_pattern has a wrong regular expression"),
         ({}, without("lora_B"), "lora_B.weight is missing, expected shape"),
         ({}, without("lora"), "adapter_model.safetensors has no tensors"),
-        (
-            {},
-            with_one("lm_head.weight"),
-            "tensor base_model.model.lm_head.weight has no place among adapters of",
-        ),
+        ({}, with_one("lm_head.weight"), "tensor base_model.model.lm_head.weight has no place among"),
         ({}, with_one("lm_head.lora_A.weight", (3, 16)), "lm_head.lora_B.weight is missing"),
         ({}, with_one(f"{q}.lora_magnitude_vector"), "lora_magnitude_vector has no place"),
         ({}, with_one(f"{q}.bias", (16,)), "q_proj.bias has no place"),
@@ -251,19 +243,14 @@ def test_wrong_adapters_are_refused_in_one_line(base, adapter, tmp_path):
     for changes, change, says in cases:
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
         safetensors.numpy.save_file(change(found), tmp_path / "adapter_model.safetensors")
-        with pytest.raises(ValueError, match=says) as error:
+        with refused(says) as error:
             peft.read_adapter(tmp_path, tiny.TARGET)
-        assert "\n" not in str(error.value)
         assert str(error.value).startswith(f"{tmp_path}: ")
         assert "; its model is 'a/b', with which peft's merge_and_unload()" in str(error.value)
     (tmp_path / "adapter_model.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"has no adapter_model.safetensors; give the directory of an"
-    ):
+    with refused(r"has no adapter_model.safetensors; give the directory of an", FileNotFoundError):
         peft.read_adapter(tmp_path, tiny.TARGET)
-    with pytest.raises(
-        FileNotFoundError, match=r"nowhere has no adapter_config.json; give the directory of an"
-    ):
+    with refused(r"nowhere has no adapter_config.json; give the directory of an", FileNotFoundError):
         peft.read_adapter("nowhere", tiny.TARGET)
 
 

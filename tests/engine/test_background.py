@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 
 import pytest
+
+from tests import python
 
 WORK = """
 import sys, threading, time
@@ -53,7 +54,7 @@ assert any(not one.done() for one in lm.executables._futures.values())
 
 
 def ended(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    return python("-c", program, timeout=60)
 
 
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])

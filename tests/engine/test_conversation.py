@@ -10,7 +10,7 @@ import pytest
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.config import RopeScaling
 from jaxspec.programs import buckets, compiled
-from tests import tiny
+from tests import refused, tiny
 
 TEMPLATE = (
     "{% for one in messages %}{{ one.content }}{{ '</s>' if one.role == 'assistant' else 'd' }}{% endfor %}"
@@ -132,7 +132,7 @@ def test_a_message_without_an_answer_does_not_stay(lm):
     conversation.stream("ab")
     conversation.stream("cd").close()
     assert conversation.messages == []
-    with pytest.raises(ValueError, match="not text in UTF-8"):
+    with refused("not text in UTF-8"):
         conversation.send("\ud83d")
     assert len(conversation.send("ab").tokens) == 10
 
@@ -181,11 +181,8 @@ def test_the_end_of_the_context(lm):
     first = conversation.send("cab" * 3)
     assert first.statistics.num_prompt_tokens + len(first.tokens) == 24
     before = list(conversation.messages)
-    with pytest.raises(
-        ValueError, match=r"the conversation has \d+ tokens, the model's context is 24"
-    ) as error:
+    with refused(r"the conversation has \d+ tokens, the model's context is 24"):
         conversation.send("ab")
-    assert "\n" not in str(error.value)
     assert conversation.messages == before
     conversation.clear()
     assert conversation.messages == []
@@ -211,15 +208,15 @@ def test_another_method_and_another_system_prompt(lm):
     assert conversation.messages == []
     conversation.set(max_new_tokens=2)
     for wrong in ({"temperature": -1}, {"n": 2}, {"exit_layer": 1}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} "):
+        with refused(f"{next(iter(wrong))} "):
             conversation.set(max_new_tokens=9, **wrong)
     assert len(conversation.send("ab").tokens) == 2
-    with pytest.raises(ValueError, match="perhaps you meant ngram"):
+    with refused("perhaps you meant ngram"):
         conversation.use("ngrm")
     for options, message in (({"n": 2}, "n is 2"), ({"temperature": -1}, "temperature is -1")):
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             lm.chat(**options)
-    with pytest.raises(ValueError, match="exit_layer"):
+    with refused("exit_layer"):
         conversation.use("layerskip", exit_layer=7)
 
 
@@ -255,9 +252,9 @@ def test_the_least_length_ends_with_the_context():
     conversation = lm.chat(**given, min_new_tokens=10)
     conversation.send("ab")
     assert len(conversation.send("cb db e").tokens) < 10
-    with pytest.raises(ValueError, match="min_new_tokens is 11; give a number from 0 to max_new_tokens"):
+    with refused("min_new_tokens is 11; give a number from 0 to max_new_tokens"):
         lm.chat(**given, min_new_tokens=11)
-    with pytest.raises(ValueError, match="chat_template_kwargs is 5; give variables"):
+    with refused("chat_template_kwargs is 5; give variables"):
         lm.chat(chat_template_kwargs=5)
 
 
@@ -272,8 +269,8 @@ def test_clear_ends_the_answer_that_is_being_generated(lm):
 
 
 def test_a_model_without_a_template():
-    with pytest.raises(ValueError, match="no chat template; give one with chat_template=FILE"):
+    with refused("no chat template; give one with chat_template=FILE"):
         tiny.language_model().chat()
     bare = LanguageModel(tiny.TARGET, tiny.params())
-    with pytest.raises(ValueError, match="has no tokenizer"):
+    with refused("has no tokenizer"):
         bare.chat()

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.drafting.ngram_drafter import NGram
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.texts.text import StopStrings
-from tests import tiny
+from tests import refused, tiny
 
 PROMPTS = ["c", "dabababc"]
 BUDGET = 24
@@ -114,49 +114,8 @@ def test_a_stopped_row_makes_room(lm, plain):
     assert rows[0].text == rows[2].text == plain[0].text[: plain[0].text.find(stop)]
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 100])
-def test_stop_strings_piece_by_piece(cut):
-    """Streamed text is never withdrawn, and no text is held back longer than necessary."""
-    text, watch = "aabaabcaab", StopStrings(["aabc", "cx"])
-    out, stopped = "", False
-    for start in range(0, len(text), cut):
-        piece, stopped = watch.push(text[start : start + cut])
-        out += piece
-        assert "aabaab".startswith(out)
-        if stopped:
-            break
-    assert (out, stopped) == ("aab", True)
-    watch = StopStrings(["aabc"])
-    assert watch.push("xxaab") == ("xx", False)
-    assert watch.push("b") == ("aabb", False)
-    assert watch.push("aa") == ("", False)
-    assert watch.flush() == "aa"
-
-
-@pytest.mark.parametrize(
-    ("stops", "expected"),
-    [
-        (["da", "bc"], "xyz"),
-        (["bc", "da"], "xyz"),
-        (["bcd", "b"], "xyz"),
-        (["bcda", "cd"], "xyzb"),  # "cd" is complete first
-        (["d", "bcd"], "xyz"),  # both are complete at once
-    ],
-)
-@pytest.mark.parametrize("cut", [1, 2, 3, 100])
-def test_the_first_complete_stop_string_ends_the_text(stops, expected, cut):
-    """The order of the list and the pieces of the text, which depend on the method, have no influence."""
-    text, watch, out, stopped = "xyzbcda", StopStrings(stops), "", False
-    for start in range(0, len(text), cut):
-        piece, stopped = watch.push(text[start : start + cut])
-        out += piece
-        if stopped:
-            break
-    assert (out, stopped) == (expected, True)
-
-
 def test_chat_needs_a_template(lm):
-    with pytest.raises(ValueError, match="no chat template"):
+    with refused("no chat template"):
         generate(lm, "ab", chat=True)
 
 
@@ -196,7 +155,6 @@ def test_messages_go_through_the_template(lm):
         ({"min_p": 2.0}, "min_p is 2.0"),
         ({"stop": [""]}, "stop string is empty"),
         ({"max_batch": 0}, "max_batch is 0"),
-        ({"method": "ngram", "num_draft_tokens": 0}, "num_draft_tokens is 0"),
         ({"method": "ngram", "ngram_min": 4}, "ngram_min=4 and ngram_max=3"),
         ({"method": "suffix", "suffix_max": 0}, "suffix_max is 0; give 1 to 128"),
         ({"method": "suffix", "suffix_factor": 0}, "suffix_factor is 0.0; give a number above 0"),
@@ -240,7 +198,6 @@ def test_messages_go_through_the_template(lm):
         ({"method": "draft-model", "draft_exit": 1, "stop_rule": "bogus"}, "unknown stop_rule 'bogus'"),
         ({"method": "ngram", "acceptor": "usual"}, "unknown acceptor 'usual'"),
         ({"method": NGram(), "acceptor": "usual"}, "unknown acceptor 'usual'"),
-        ({"method": "ngram", "num_draft_tokens": 1000}, "at most 128"),
         ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),
         ({"method": NGram(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
         ({"seed": -1}, "seed is -1"),
@@ -256,15 +213,14 @@ def test_messages_go_through_the_template(lm):
     ],
 )
 def test_wrong_use_is_told_in_one_line(lm, options, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused(message):
         lm.generate(options.pop("prompts", "ab"), **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_draft_must_share_the_vocabulary(lm):
     config = dataclasses.replace(tiny.SMALL, vocab_size=12)
     other = LanguageModel(config, tiny.params(config))
-    with pytest.raises(ValueError, match="vocabulary of 12 tokens, the target of 13"):
+    with refused("vocabulary of 12 tokens, the target of 13"):
         lm.generate("ab", method="draft-model", draft=other)
 
 
@@ -273,7 +229,48 @@ def test_without_a_tokenizer_there_are_only_tokens(lm):
     bare = LanguageModel(lm.config, lm.params)
     bare.executables = lm.executables
     assert bare.generate([5], max_new_tokens=4).text is None
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with refused("no tokenizer"):
         bare.generate("ab")
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with refused("no tokenizer"):
         bare.generate([5], stop="a")
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 100])
+def test_stop_strings_piece_by_piece(cut):
+    """Streamed text is never withdrawn, and no text is held back longer than necessary."""
+    text, watch = "aabaabcaab", StopStrings(["aabc", "cx"])
+    out, stopped = "", False
+    for start in range(0, len(text), cut):
+        piece, stopped = watch.push(text[start : start + cut])
+        out += piece
+        assert "aabaab".startswith(out)
+        if stopped:
+            break
+    assert (out, stopped) == ("aab", True)
+    watch = StopStrings(["aabc"])
+    assert watch.push("xxaab") == ("xx", False)
+    assert watch.push("b") == ("aabb", False)
+    assert watch.push("aa") == ("", False)
+    assert watch.flush() == "aa"
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        (["da", "bc"], "xyz"),
+        (["bc", "da"], "xyz"),
+        (["bcd", "b"], "xyz"),
+        (["bcda", "cd"], "xyzb"),  # "cd" is complete first
+        (["d", "bcd"], "xyz"),  # both are complete at once
+    ],
+)
+@pytest.mark.parametrize("cut", [1, 2, 3, 100])
+def test_the_first_complete_stop_string_ends_the_text(stops, expected, cut):
+    """The order of the list and the pieces of the text, which depend on the method, have no influence."""
+    text, watch, out, stopped = "xyzbcda", StopStrings(stops), "", False
+    for start in range(0, len(text), cut):
+        piece, stopped = watch.push(text[start : start + cut])
+        out += piece
+        if stopped:
+            break
+    assert (out, stopped) == (expected, True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 
 import flax.struct
@@ -20,7 +18,7 @@ from jaxspec.methods import registry
 from jaxspec.programs import compilation_cache, stored_programs
 from jaxspec.programs.executables import Executables
 from jaxspec.programs.stored_programs import Key
-from tests import caching
+from tests import caching, python
 
 
 @jax.jit
@@ -172,7 +170,7 @@ def test_without_a_cache_nothing_is_stored():
 
 def test_the_default_is_auto_and_its_text_plain_decodings(lm, monkeypatch):
     code = "from jaxspec.methods import registry; print(registry.DEFAULT)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "auto\n"
+    assert python("-c", code).stdout == "auto\n"
     monkeypatch.setattr(registry, "DEFAULT", "auto")
     for options in ({}, {"temperature": 1.0, "seed": 4}):
         text = lm.generate([7, 1, 7, 1], max_new_tokens=20, **options)

@@ -16,7 +16,7 @@ from jaxspec.host.arguments import num_bytes
 from jaxspec.model import cache as kv
 from jaxspec.programs import buckets, compiled
 from jaxspec.session.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
-from tests import tiny
+from tests import refused, tiny
 
 SYSTEM = [3, 5, 8, 2, 9, 4, 7, 11, 6, 3, 5, 10, 2, 8, 12, 4, 9, 9, 3, 7]
 # With an own part of different lengths, one that shares less, and one that shares nothing.
@@ -283,13 +283,10 @@ def test_a_size_is_a_number_or_has_a_unit():
 
 @pytest.mark.parametrize("given", ["512XB", -1, 1.5, "MB", True])
 def test_a_wrong_size_is_refused(given):
-    with pytest.raises(
-        ValueError, match=r"prefix_cache is .*; give a number of bytes, such as 2\*\*29 or 512MB"
-    ) as error:
+    with refused(r"prefix_cache is .*; give a number of bytes, such as 2\*\*29 or 512MB"):
         model(prefix_cache=given)
-    assert "\n" not in str(error.value)
 
 
 def test_more_bytes_than_there_is_memory_are_refused():
-    with pytest.raises(ValueError, match=r"prefix_cache is 1048576.00 GiB, .* free; give fewer bytes"):
+    with refused(r"prefix_cache is 1048576.00 GiB, .* free; give fewer bytes"):
         model(prefix_cache=2**50)

@@ -18,6 +18,7 @@ from jaxspec import load
 from jaxspec.cli.options import ModelOptions
 from jaxspec.console.distributed import ProcessOptions, join, options_in
 from jaxspec.measuring.line_log import LineLog
+from tests import refused, variables
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
 
 TARGET = dataclasses.replace(CONFIG, vocab_size=304, num_heads=8, num_kv_heads=2)
@@ -60,17 +61,8 @@ def free_address() -> str:
 def begun(*command: str) -> subprocess.Popen[str]:
     """Starts a process with four simulated devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, *command],
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    given, pipe = {"env": variables(XLA_FLAGS=flags), "start_new_session": True}, subprocess.PIPE
+    return subprocess.Popen([sys.executable, *command], stdout=pipe, stderr=pipe, text=True, **given)
 
 
 def ended(pair: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
@@ -81,16 +73,11 @@ def ended(pair: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 
 def command_of_two(*arguments: str, more: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
     """Runs a command in two processes; only the second gets `more`."""
-    shared = [
-        "--coordinator-address",
-        free_address(),
-        "--num-processes",
-        "2",
-        "--heartbeat-timeout-seconds",
-        "5",
-    ]
-    shared += ["--process-id"]
-    return [begun("-m", "jaxspec", *arguments, *shared, *own) for own in (["0"], ["1", *more])]
+    shared = (
+        f"--coordinator-address {free_address()} --num-processes 2 --heartbeat-timeout-seconds 5 --process-id"
+    )
+    command = ["-m", "jaxspec", *arguments, *shared.split()]
+    return [begun(*command, *own) for own in (["0"], ["1", *more])]
 
 
 @pytest.mark.full
@@ -236,9 +223,7 @@ def test_a_port_in_use():
     with socket.create_server(("", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         options = ProcessOptions(coordinator_address=address, num_processes=2, process_id=0)
-        with pytest.raises(
-            ValueError, match=rf"process 0 cannot listen at {address} \(.*; give another `coord"
-        ):
+        with refused(rf"process 0 cannot listen at {address} \(.*; give another `coord"):
             join(options, "model=8")
 
 

@@ -10,7 +10,7 @@ import pytest
 from jaxspec import Score
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.testing import reference
-from tests import tiny
+from tests import refused, tiny
 
 # Continuations that cross chunks of 32 and buckets, next to short ones.
 SIZES = ((1, 1), (3, 2), (40, 5), (30, 40), (2, 70))
@@ -87,18 +87,17 @@ def test_each_character_of_a_continuation_is_scored_or_it_is_refused(lm, context
         message = (
             f"contexts[0] ends inside a token of the whole text, between {context!r} and {continuation!r};"
         )
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with refused(re.escape(message)):
             lm.score(context, continuation)
-        with pytest.raises(ValueError, match=r"contexts\[1\] ends inside a token") as error:
+        with refused(r"contexts\[1\] ends inside a token"):
             lm.score(["cd", context], ["ab", continuation])
-        assert "\n" not in str(error.value)
 
 
 def test_the_last_token_of_a_full_context_is_scored(lm):
     longest = lm.config.context_length
     score = lm.score([1] * longest, [2])
     assert len(score.log_probs) == 1
-    with pytest.raises(ValueError, match=f"have {longest + 2} tokens, the model's context is {longest}"):
+    with refused(f"have {longest + 2} tokens, the model's context is {longest}"):
         lm.score([1] * longest, [2, 3])
 
 
@@ -115,6 +114,5 @@ def test_the_last_token_of_a_full_context_is_scored(lm):
     ],
 )
 def test_wrong_arguments_are_refused(lm, contexts, continuations, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(message):
         lm.score(contexts, continuations)
-    assert "\n" not in str(error.value)

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.cli import main
-from jaxspec.cli.options import TextOptions
 from jaxspec.console.errors import Guard
 from jaxspec.console.terminal import printable
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.io.hf import generation_json
 from jaxspec.io.hf.generation_json import Rules
 from jaxspec.sampling import MIN_TEMPERATURE
 from jaxspec.testing import reference
 from jaxspec.texts.requests import MAX_PENALTY, RowRequest
 from jaxspec.texts.row_settings import Shapes
-from tests import tiny
-from tests.commands import write_model, write_tokenizer
+from tests import refused, tiny
+from tests.commands import write_model
 
 PROMPTS = [[1, 2, 3], [5], [7, 7, 2, 7], [4, 9], [6, 1, 2]]
 
@@ -159,7 +158,7 @@ def test_the_largest_penalties_leave_finite_logits(lm, repetition, other):
     ],
 )
 def test_penalties_beyond_float32_are_refused(lm, name, number):
-    with pytest.raises(ValueError, match=re.escape(f"{name} is {number}; give a number from")):
+    with refused(re.escape(f"{name} is {number}; give a number from")):
         lm.generate([1, 2, 3], **{name: number})
 
 
@@ -184,7 +183,7 @@ def test_penalties_beyond_float32_are_refused(lm, name, number):
     ],
 )
 def test_nonsense_in_a_generation_config_is_one_line(content, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+    with refused(re.escape(message)) as caught:
         generation_json.defaults_of(content)
     assert len(str(caught.value)) <= 300
 
@@ -239,6 +238,21 @@ def test_filters_of_greedy_texts_have_no_effect(lm, given, warned):
     assert [warned in str(one.message) for one in caught] == ([] if warned is None else [True])
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda lm, **given: lm.stream([1, 2], max_new_tokens=2, **given),
+        lambda lm, **given: Scheduler(lm).add([1, 2], max_new_tokens=2, **given),
+        lambda lm, **given: Scheduler(lm, max_batch=1).warm_up(3, method="autoregressive", **given),
+    ],
+    ids=["stream", "add", "warm_up"],
+)
+def test_a_warning_is_about_the_line_of_the_caller(lm, call):
+    with pytest.warns(RuntimeWarning, match="has no effect") as caught:
+        call(lm, top_p=0.5)
+    assert [one.filename for one in caught] == [__file__]
+
+
 def test_a_filter_that_some_row_uses_has_an_effect(lm):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -248,7 +262,7 @@ def test_a_filter_that_some_row_uses_has_an_effect(lm):
 @pytest.mark.parametrize("option", [{"frequency_penalty": "much"}, {"repetition_penalty": [1.0, 1.0]}])
 def test_a_penalty_that_is_none_is_one_line(lm, option):
     (name,) = option
-    with pytest.raises(ValueError, match=name):
+    with refused(name):
         lm.stream([1, 2], **option)
 
 
@@ -264,7 +278,7 @@ ARRAYS = {"numpy": np.array, "jax": jnp.array}
 )
 def test_a_padded_array_needs_its_mask(array, rows):
     lm = tiny.language_model()  # its end-of-text token is 10
-    with pytest.raises(ValueError, match="give `attention_mask`, or lists without padding"):
+    with refused("give `attention_mask`, or lists without padding"):
         lm.generate(ARRAYS[array](rows), max_new_tokens=3)
     mask = [[int(token != 10) for token in row] for row in rows]
     plain = lm.generate([[token for token in row if token != 10] for row in rows], max_new_tokens=3)
@@ -286,12 +300,12 @@ def test_an_array_without_padding_is_taken(rows):
     "mask", [[1, 1], [[1, 1]], [[1, 1, 1], [1, 1]], [[2, 1], [1, 1]], 1, "11", [["1", "1"], [1, 1]]]
 )
 def test_a_mask_of_another_shape_is_refused(lm, mask):
-    with pytest.raises(ValueError, match=r"attention_mask .*; give 0 or 1 for each token id"):
+    with refused(r"attention_mask .*; give 0 or 1 for each token id"):
         lm.generate(np.array([[1, 2], [3, 4]]), attention_mask=mask)
 
 
 def test_a_prompt_that_is_padding_only_is_empty(lm):
-    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+    with refused(r"prompts\[1\] is empty"):
         lm.generate(np.array([[1, 2], [3, 4]]), attention_mask=[[1, 1], [0, 0]])
 
 
@@ -335,26 +349,6 @@ def test_what_a_stream_cannot_encode_is_replaced(monkeypatch, encoding):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
     assert Guard("test")(lambda: print("café – 漢") or 0) == 0
     assert written.getvalue() == "café – 漢\n".encode(encoding, "replace")
-
-
-@pytest.mark.full
-def test_the_command_line_takes_penalties(tmp_path, capsys):
-    write_model(tmp_path)
-    write_tokenizer(tmp_path)
-    common = ["generate", "Once", "--model", str(tmp_path), "--max-new-tokens", "8", "--ignore-eos", "--json"]
-
-    def tokens(*options: str) -> list[int]:
-        assert main([*common, *options]) == 0
-        return json.loads(capsys.readouterr().out)["tokens"]
-
-    lm = jaxspec.load(tmp_path)
-    options = {"repetition_penalty": 3.0, "presence_penalty": 1.0, "frequency_penalty": 0.5}
-    typed = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    wanted = lm.generate("Once", max_new_tokens=8, ignore_eos=True, **options).tokens
-    assert tokens(*typed) == wanted
-    assert {field.name for field in dataclasses.fields(TextOptions)} >= {"penalties"}
-    assert main([*common, "--repetition-penalty", "-1"]) == 2
-    assert "--repetition-penalty is -1.0; give a number from 1e-05 to 100000" in capsys.readouterr().err
 
 
 def test_n_texts_of_a_prompt_are_those_of_a_list(lm):
@@ -435,5 +429,5 @@ def test_a_token_that_must_not_begin_a_text_may_follow():
     ],
 )
 def test_wrong_numbers_of_texts_and_tokens(lm, options, line):
-    with pytest.raises(ValueError, match=re.escape(line)):
+    with refused(re.escape(line)):
         lm.generate(PROMPTS[0], max_new_tokens=4, **options)

@@ -20,6 +20,7 @@ from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.methods.method_files import ProbeFile
 from jaxspec.model.config import LlamaConfig
 from jaxspec.testing import reference
+from tests import refused
 from tests.files.test_huggingface import BASE, write_config
 
 NAMES = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size intermediate_size
@@ -31,23 +32,8 @@ ROPE_NAMES = """factor low_freq_factor high_freq_factor original_max_position_em
     beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor"""
 JUNK = (
     *(math.nan, math.inf, -math.inf, 1e308, -1, 0, -1024, 2.5, 1e-60, 2**31, 2**64, 10**400, -(10**400)),
-    *(
-        "no",
-        "",
-        "1",
-        None,
-        True,
-        False,
-        [],
-        {},
-        [[]],
-        [math.inf],
-        [2**40],
-        ["1"],
-        [None],
-        {"a": {}},
-        {"factor": 1},
-    ),
+    *("no", "", "1", "x" * 10**5, "\x1b[2J\nevil", None, True, False),
+    *([], {}, [[]], [math.inf], [2**40], ["1"], [None], {"a": {}}, {"factor": 1}),
 )
 # How a message calls a key, where not by its name.
 ALIASES = {"rope_scaling": "rope_", "rope_parameters": "rope_", "quantization_config": "quanti"}
@@ -79,7 +65,7 @@ def sensible(config: LlamaConfig) -> bool:
     )
 
 
-def refused(directory: Path) -> str | None:
+def refusal(directory: Path) -> str | None:
     """What is said of a config, one line; None if it is taken."""
     try:
         config = huggingface.read_config(directory)
@@ -102,7 +88,7 @@ def test_every_value_of_a_config_is_taken_or_refused_in_a_line_that_names_it(tmp
     base = {"model_type": kind, "num_key_value_heads": 2}
     keys = {*FAMILIES[kind].keys, *(KEYS if kind == "llama" else ("rope_scaling", "rope_parameters"))}
     for key, value in itertools.product(keys, JUNK):
-        said = refused(write_config(tmp_path, **base | {key: value}))
+        said = refusal(write_config(tmp_path, **base | {key: value}))
         assert said is None or ALIASES.get(key, key) in said, (key, value, said)
 
 
@@ -110,7 +96,7 @@ def test_every_value_of_a_rope_is_taken_or_refused_in_a_line_that_names_it(tmp_p
     for key, value, rope, start in itertools.product(
         ROPE_NAMES.split(), JUNK, ("rope_scaling", "rope_parameters"), ROPES
     ):
-        said = refused(write_config(tmp_path, **{rope: start | {key: value}}))
+        said = refusal(write_config(tmp_path, **{rope: start | {key: value}}))
         assert said is None or key in said or "rope" in said, (key, value, said)
 
 
@@ -119,7 +105,7 @@ def test_several_wrong_values_at_once(tmp_path):
     for _ in range(500):
         keys = rng.sample(KEYS, 4)
         write_config(tmp_path, {"eos_token_id": rng.choice(JUNK)}, **{key: rng.choice(JUNK) for key in keys})
-        refused(tmp_path)
+        refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +135,7 @@ def test_several_wrong_values_at_once(tmp_path):
     ],
 )
 def test_what_is_said_of_a_config(tmp_path, keys, message):
-    said = refused(write_config(tmp_path, **keys))
+    said = refusal(write_config(tmp_path, **keys))
     assert said is not None
     assert said.startswith("/config.json: ")
     assert message in said
@@ -170,7 +156,7 @@ def test_what_is_said_of_a_config(tmp_path, keys, message):
     ],
 )
 def test_what_is_said_of_a_generation_config(tmp_path, generation, message):
-    said = refused(write_config(tmp_path, generation))
+    said = refusal(write_config(tmp_path, generation))
     assert said == message or str(said).startswith(f"/generation_config.json: {message}")
 
 
@@ -184,9 +170,8 @@ def saved(tmp_path):
 
 
 def weights_error(directory: Path) -> str:
-    with pytest.raises(ValueError, match=str(directory)) as error:
+    with refused(str(directory)) as error:
         huggingface.load_params(directory, BASE, jnp.float32)
-    assert "\n" not in str(error.value)
     return str(error.value)
 
 
@@ -201,7 +186,7 @@ def test_quantised_weights_are_called_so(saved, code):
         in message
     )
     change_header(path, lambda header: header["model.embed_tokens.weight"].update(dtype=code))
-    with pytest.raises(ValueError, match=f"is {code}; quantised weights"):
+    with refused(f"is {code}; quantised weights"):
         huggingface.stored_dtype(saved)
 
 
@@ -230,7 +215,7 @@ def test_a_probe_that_is_not_finite(tmp_path):
     v = np.ones(4, np.float32)
     for bad, b in ((v * np.float32(math.nan), 0.0), (v, math.inf)):
         method_files.write_probe(path, "model", ProbeFile(bad, b, 1, "greedy"))
-        with pytest.raises(ValueError, match="numbers that are not finite; train the probe again"):
+        with refused("numbers that are not finite; train the probe again"):
             method_files.read_probe(path, "model", 4, 1, "greedy")
 
 
@@ -242,5 +227,5 @@ def test_a_directory_is_called_one(tmp_path):
         lambda: method_files.read_thresholds(tmp_path, "model", "draft", (1, 2)),
         lambda: files.read_text(tmp_path, "`reference` must be a text file"),
     ):
-        with pytest.raises(FileNotFoundError, match="is a directory, not a file"):
+        with refused("is a directory, not a file", FileNotFoundError):
             read()

@@ -10,6 +10,7 @@ from jaxspec.io.tokenizers.tokenizer import copy_files, load_tokenizer
 from jaxspec.serving.openai import CHAT, request_of
 from jaxspec.serving.translation import encoded
 from jaxspec.testing import language_model
+from tests import refused
 from tests.commands import write_tokenizer
 from training.data import conversations, formats, reading, sources
 
@@ -118,9 +119,8 @@ def test_a_message_that_is_left_out_is_refused_wherever_a_conversation_is_given(
         lambda: next(iter(lm.chat("Be brief.").stream("a b"))),
         lambda: encoded(lm, request_of(CHAT, {"messages": talk})),
     ):
-        with pytest.raises(ValueError, match=said) as error:
+        with refused(said):
             use()
-        assert "\n" not in str(error.value)
     lm.generate(messages=talk[1:], max_new_tokens=2)
 
 
@@ -158,7 +158,7 @@ def test_a_template_that_rewrites_earlier_turns_marks_its_answers():
     answers = [text for text, learn in conversations.Chat(rewriting).pieces(talk) if learn]
     assert answers == ["Yo  two</s>", "Yo  two</s>"]
     unmarked = rewriting.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
+    with refused("rewrites earlier turns"):
         conversations.Chat(unmarked).pieces(talk)
 
 
@@ -187,11 +187,7 @@ TURNS = [
     [
         ("vicuna", f"<s>{VICUNA} ", "USER: Hi ASSISTANT: Hello.</s>USER: Bye ASSISTANT: Bye.</s>"),
         ("llama-2", "", "<s>[INST] Hi [/INST] Hello. </s><s>[INST] Bye [/INST] Bye. </s>"),
-        (
-            "chatml",
-            "",
-            "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in TURNS),
-        ),
+        ("chatml", "", "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in TURNS)),
     ],
 )
 def test_forms_by_name_are_those_of_their_models(form, begin, text, tmp_path):
@@ -221,7 +217,7 @@ def test_a_system_message_replaces_vicunas_and_begins_llama_2s(tmp_path):
 
 def test_a_model_without_a_template_is_named_in_training_and_at_inference(tmp_path):
     write_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="give one with chat_template=FILE, or vicuna, llama-2, chatml"):
+    with refused("give one with chat_template=FILE, or vicuna, llama-2, chatml"):
         load_tokenizer(tmp_path).encode_chat("Hi")
     data = tmp_path / "data.jsonl"
     data.write_text(
@@ -236,5 +232,5 @@ def test_a_model_without_a_template_is_named_in_training_and_at_inference(tmp_pa
         sources.read_kinds(options, conversations.chat_of(tmp_path, template), reported.append)
         assert len(reported) == said
     assert "--chat-template FILE, or vicuna, llama-2, chatml" in conversations.assumption()
-    with pytest.raises(FileNotFoundError, match="alpaca"):
+    with refused("alpaca", FileNotFoundError):
         conversations.chat_of(tmp_path, "alpaca")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import jaxspec
 from jaxspec.host.files import read_json
 from jaxspec.io import embedded
 from jaxspec.measuring.bench import prompts
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 CHECKPOINTS = ROOT / "checkpoints"
 TARGETS = ("large", "small")
 

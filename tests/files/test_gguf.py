@@ -20,7 +20,7 @@ from jaxspec.io.hf import huggingface
 from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.testing import reference
-from tests import gguf_files
+from tests import gguf_files, refused
 from tests.families import YARN, family
 from tests.gguf_files import write
 
@@ -75,13 +75,6 @@ CONFIGS |= {
 
 def assert_same(left, right):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), left, right)
-
-
-def one_line(error: pytest.ExceptionInfo) -> str:
-    message = str(error.value)
-    assert message
-    assert "\n" not in message
-    return message
 
 
 @pytest.fixture
@@ -226,17 +219,15 @@ def test_names(tmp_path, good):
     assert find_model(good) == good
     assert find_model(tmp_path) == good  # the only one of its directory
     other = write(tmp_path / "other.gguf", BASE, reference.random_params(BASE, 1))
-    with pytest.raises(ValueError, match=r"2 GGUF files.*good\.gguf, other\.gguf") as error:
+    with refused(r"2 GGUF files.*good\.gguf, other\.gguf"):
         checkpoint.resolve(tmp_path)
-    one_line(error)
     huggingface.save(tmp_path, BASE, reference.random_params(BASE, 2))
     assert checkpoint.resolve(tmp_path) == tmp_path  # safetensors come first
     assert checkpoint.directory_of(other) == checkpoint.directory_of(tmp_path) == tmp_path
     nameless = good.rename(tmp_path / "blob")  # names in hub caches
     assert checkpoint.resolve(nameless) == nameless
-    with pytest.raises(FileNotFoundError, match=r"no file .*absent\.gguf") as error:
+    with refused(r"no file .*absent\.gguf", FileNotFoundError):
         checkpoint.resolve(tmp_path / "absent.gguf")
-    one_line(error)
 
 
 def test_names_of_the_hub(tmp_path, good, monkeypatch):
@@ -255,15 +246,13 @@ def test_names_of_the_hub(tmp_path, good, monkeypatch):
     assert checkpoint.resolve("owner/model:good.gguf") == good
     assert checkpoint.resolve("owner/model") == good
     assert asked == [("owner/model", "good.gguf")] * 2
-    with pytest.raises(FileNotFoundError, match=r"owner/model:absent\.gguf.*404") as error:
+    with refused(r"owner/model:absent\.gguf.*404", FileNotFoundError):
         checkpoint.resolve("owner/model:absent.gguf")
-    one_line(error)
     files.append("q4.gguf")
-    with pytest.raises(ValueError, match=r"2 GGUF files.*owner/model:good\.gguf") as error:
+    with refused(r"2 GGUF files.*owner/model:good\.gguf"):
         checkpoint.resolve("owner/model")
-    one_line(error)
     files.clear()
-    with pytest.raises(FileNotFoundError, match="did not give a model of that name"):
+    with refused("did not give a model of that name", FileNotFoundError):
         checkpoint.resolve("owner/model")
 
 
@@ -277,11 +266,7 @@ def number(kind: str) -> GGMLQuantizationType:
 @pytest.mark.parametrize(
     ("changes", "extra", "match"),
     [
-        (
-            {"general.architecture": "gemma4"},
-            {},
-            "architecture 'gemma4' is not supported; supported: llama, qwen2, qwen3, exaone",
-        ),
+        ({"general.architecture": "gemma4"}, {}, "architecture 'gemma4' is not supported; supported:"),
         ({"llama.expert_count": 8}, {}, r"llama\.expert_count is 8, which is not supported"),
         ({"llama.block_count": None}, {}, r"llama\.block_count is missing"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, {}, "rms_epsilon is missing"),
@@ -315,19 +300,16 @@ def number(kind: str) -> GGMLQuantizationType:
 )
 def test_models_that_are_not_supported(tmp_path, changes, extra, match):
     path = write(tmp_path / "m.gguf", BASE, reference.random_params(BASE, 0), changes=changes, extra=extra)
-    with pytest.raises(ValueError, match=match) as error:
+    with refused(match) as error:
         models.load_params(path, models.read_config(path), jnp.float32)
-    assert str(path) in one_line(error)
-    assert one_line(error).count(str(path)) == 1
+    assert str(error.value).count(str(path)) == 1
 
 
 def test_a_granite_without_rope_is_refused(tmp_path):
     config, changes = family("granite", BASE), {"granite.rope.scaling.finetuned": False}
     params = reference.random_params(config, 0)
     path = write(tmp_path / "m.gguf", config, params, architecture="granite", changes=changes)
-    with pytest.raises(
-        ValueError, match=r"granite\.rope\.scaling\.finetuned is False, which is not supported"
-    ):
+    with refused(r"granite\.rope\.scaling\.finetuned is False, which is not supported"):
         models.read_config(path)
 
 
@@ -382,11 +364,8 @@ def test_tensor_types_that_are_not_supported(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(
-        ValueError, match=r"token_embd\.weight has type IQ4_XS.*supported: F32, .*Q6_K"
-    ) as error:
+    with refused(r"token_embd\.weight has type IQ4_XS.*supported: F32, .*Q6_K"):
         models.read_config(tmp_path / "m.gguf")
-    one_line(error)
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from jaxspec.io import checkpoint
 from jaxspec.io.hf import huggingface
 from jaxspec.io.tokenizers.tokenizer import Tokenizer, copy_files, has_tokenizer, load_tokenizer
 from jaxspec.testing import reference
+from tests import refused
 from tests.files.test_gguf import BASE
 from tests.gguf_files import CHAT_TEMPLATE, CONVERSATION, TEXTS, byte_level, sentencepiece, write
 
@@ -49,7 +50,7 @@ def test_a_template_for_tools_is_used_with_tools(made, tmp_path):
         chat = load_tokenizer(source).chat
         assert chat.prompt([]) == "plain"
         assert chat.prompt([], {"tools": [{"name": "now"}]}) == "{'name': 'now'}"
-    with pytest.raises(ValueError, match=r"tokenizer\.chat_template\.tool_use is 7, expected a text"):
+    with refused(r"tokenizer\.chat_template\.tool_use is 7, expected a text"):
         load_tokenizer(made(byte_level("smollm"), **{"tokenizer.chat_template.tool_use": 7}))
 
 
@@ -290,9 +291,8 @@ def test_sentencepiece_ids_that_a_file_leaves_out(made):
     ],
 )
 def test_bad_tokenizers(made, changes, match):
-    with pytest.raises(ValueError, match=match) as error:
+    with refused(match):
         load_tokenizer(made(byte_level("smollm"), **changes))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ import pytest
 from jaxspec.io.hf import huggingface
 from jaxspec.io.tokenizers.chat import ChatTemplate
 from jaxspec.io.tokenizers.tokenizer import load_tokenizer
+from tests import refused
 from tests.commands import CONFIG, write_byte_level, write_model, write_tokenizer
 from tests.files.test_gguf_tokenizer import made  # noqa: F401
 from tests.gguf_files import byte_level
@@ -66,7 +67,7 @@ def test_a_template_runs_no_command(template, tmp_path):
     jinja2.Environment().from_string(template).render(messages=MESSAGES)
     assert mark.exists()  # the template creates it without a sandbox
     mark.unlink()
-    with pytest.raises(ValueError, match="the chat template cannot render the conversation: ") as error:
+    with refused("the chat template cannot render the conversation: ") as error:
         ChatTemplate(template).render(MESSAGES)
     assert not mark.exists()
     assert_line(error.value)
@@ -74,14 +75,14 @@ def test_a_template_runs_no_command(template, tmp_path):
 
 @pytest.mark.parametrize("template", SECRETS)
 def test_a_template_reads_and_changes_nothing_else(template):
-    with pytest.raises(ValueError, match="the chat template cannot render the conversation: ") as error:
+    with refused("the chat template cannot render the conversation: ") as error:
         ChatTemplate(template).render(MESSAGES)
     assert_line(error.value)
 
 
 @pytest.mark.parametrize("template", WRONG)
 def test_a_wrong_template_gives_one_line(template):
-    with pytest.raises(ValueError, match="the chat template cannot render the conversation: ") as error:
+    with refused("the chat template cannot render the conversation: ") as error:
         ChatTemplate(template).render(MESSAGES)
     assert_line(error.value)
     assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES).text == "Hi"
@@ -89,7 +90,7 @@ def test_a_wrong_template_gives_one_line(template):
 
 def test_what_a_template_says_is_one_short_line():
     for said in ("no\nsystem role", "x" * 100_000, "\x1b[31mred\x07", "\u202e" * 400):
-        with pytest.raises(ValueError, match="cannot render") as error:
+        with refused("cannot render") as error:
             ChatTemplate("{{ raise_exception(messages[0].content) }}").render(
                 [{"role": "a", "content": said}]
             )
@@ -124,18 +125,18 @@ def test_no_place_of_a_template_is_trusted(place, model, tmp_path):
     assert load_tokenizer(tmp_path).has_chat_template  # the template is read
     for name, content in PLACES[place](EVIL.replace("MARK", str(mark))).items():
         (tmp_path / name).write_text(content)
-    refused(tmp_path, mark)
+    check_refused(tmp_path, mark)
 
 
 def test_no_template_of_a_gguf_file_is_trusted(made, tmp_path):  # noqa: F811
     mark = tmp_path / "mark"
     path = made(byte_level("smollm"), **{"tokenizer.chat_template": EVIL.replace("MARK", str(mark))})
-    refused(path, mark)
+    check_refused(path, mark)
 
 
-def refused(path: Path, mark: Path) -> None:
+def check_refused(path: Path, mark: Path) -> None:
     """Checks that inference and training refuse the template at `path`, and that it does not create the mark."""
-    with pytest.raises(ValueError, match="access to attribute"):
+    with refused("access to attribute"):
         load_tokenizer(path).encode_chat("Hi")
     data = path.parent / "data.jsonl"
     data.write_text(
@@ -149,10 +150,7 @@ def refused(path: Path, mark: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (
-            [{"name": "tool_use", "template": "x"}, {"name": "rag", "template": "x"}],
-            "none of which is called default",
-        ),
+        ([{"name": "tool_use", "template": "x"}, {"name": "rag", "template": "x"}], "none of which is"),
         ({"tool_use": "x"}, "none of which is called default"),
         (7, "neither a text nor a list"),
         ([7], "neither a text nor a list"),
@@ -164,7 +162,7 @@ def test_templates_without_a_default_are_refused(template, said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings(template)))
     for use in (lambda: load_tokenizer(tmp_path).encode_chat("Hi"), lambda: conversations.chat_of(tmp_path)):
-        with pytest.raises(ValueError, match=said) as error:
+        with refused(said) as error:
             use()
         assert_line(error.value)
 

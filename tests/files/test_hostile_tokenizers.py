@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.console.errors import Guard
 from jaxspec.io.tokenizers.tokenizer import load_tokenizer
+from tests import refused
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MODEL = models.BPE({one: index for index, one in enumerate(BYTES)}, [])
@@ -96,14 +97,14 @@ def test_the_tokenizer_without_changes_is_read(tmp_path):
 
 @pytest.mark.parametrize("name", [*PANICS, *FAILURES])
 def test_a_tokenizer_that_fails_is_one_line(tmp_path, name):
-    with pytest.raises(ValueError, match="tokenizer") as error:
+    with refused("tokenizer") as error:
         used(tmp_path, backend() | {**PANICS, **FAILURES}[name], {})
     assert_line(str(error.value))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_that_fail_are_one_line(tmp_path, name):
-    with pytest.raises(ValueError, match="tokenizer") as error:
+    with refused("tokenizer") as error:
         used(tmp_path, backend(), SETTINGS[name])
     assert_line(str(error.value))
 

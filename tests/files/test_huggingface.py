@@ -30,6 +30,7 @@ from jaxspec.model.config import LlamaConfig, RopeScaling
 from jaxspec.model.llama import num_params
 from jaxspec.model.sharding import with_copies
 from jaxspec.testing import reference
+from tests import refused
 from tests.data import MODELS
 from tests.families import CHANGES, family
 
@@ -84,13 +85,6 @@ def write_config(directory: Path, generation: dict | None = None, **keys) -> Pat
 
 def assert_same(left, right):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), left, right)
-
-
-def one_line(error: pytest.ExceptionInfo) -> str:
-    message = str(error.value)
-    assert message
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -153,9 +147,8 @@ def test_shards(tmp_path, limit):
     (tmp_path / "model.safetensors").unlink()
     huggingface.save(tmp_path, BASE, params, max_shard_bytes=limit)
     shards[1].unlink()
-    with pytest.raises(ValueError, match="is missing, though") as error:
+    with refused("is missing, though"):
         huggingface.load_params(tmp_path, BASE, jnp.float32)
-    one_line(error)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float64])
@@ -310,10 +303,7 @@ NEEDS = "layer_types has sliding_attention, which needs sliding_window"
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, "),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-        (
-            {"rope_scaling": {"rope_type": "su", "factor": 4}},
-            "rope type 'su' is not supported; supported: def",
-        ),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4}}, "rope type 'su' is not supported; supported:"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs low_freq_factor"),
@@ -327,10 +317,7 @@ NEEDS = "layer_types has sliding_attention, which needs sliding_window"
             WINDOWED | {"model_type": "mistral", "layer_types": ["chunked_attention"] * 3},
             "for each of 3 layers",
         ),
-        (
-            WINDOWED | {"model_type": "mistral", "layer_types": ["full_attention"]},
-            "must name full_attention or sl",
-        ),
+        (WINDOWED | {"model_type": "mistral", "layer_types": ["full_attention"]}, "must name full_attention"),
         (WINDOWED | {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["x"]}, "layer_types"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\)"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
@@ -342,30 +329,28 @@ NEEDS = "layer_types has sliding_attention, which needs sliding_window"
     ],
 )
 def test_bad_configs(tmp_path, keys, match):
-    with pytest.raises(ValueError, match=match) as error:
+    with refused(match) as error:
         huggingface.read_config(write_config(tmp_path, **keys))
-    assert "config.json" in one_line(error)
+    assert "config.json" in str(error.value)
 
 
 def test_no_model_there(tmp_path):
     for name in (tmp_path / "absent", "./absent", "~/absent-model", "absent", "a/b/c", "", "x//y"):
-        with pytest.raises(FileNotFoundError, match="no directory") as error:
+        with refused("no directory", FileNotFoundError):
             huggingface.resolve(name)
-        one_line(error)
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileNotFoundError, match="is a file"):
+    with refused("is a file", FileNotFoundError):
         huggingface.resolve(tmp_path / "file")
     assert huggingface.resolve(str(tmp_path)) == tmp_path
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
+    with refused(r"config\.json does not exist", FileNotFoundError):
         huggingface.read_config(tmp_path)
-    with pytest.raises(FileNotFoundError, match="is not a directory"):
+    with refused("is not a directory", FileNotFoundError):
         huggingface.read_config(tmp_path / "absent")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not valid JSON") as error:
+    with refused("is not valid JSON"):
         huggingface.read_config(tmp_path)
-    one_line(error)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="holds a JSON list"):
+    with refused("holds a JSON list"):
         huggingface.read_config(tmp_path)
 
 
@@ -374,14 +359,12 @@ def test_embedded_models_have_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_model(None) == embedded_model()
     assert find_model(EMBEDDED) == embedded_model(EMBEDDED)
-    with pytest.raises(FileNotFoundError, match="no directory 'absent'"):
+    with refused("no directory 'absent'", FileNotFoundError):
         find_model("absent")
-    with pytest.raises(FileNotFoundError, match="no model 'absent' comes with this installation"):
+    with refused("no model 'absent' comes with this installation", FileNotFoundError):
         embedded_model("absent")
     for typo in ("Large", "lage"):
-        with pytest.raises(
-            FileNotFoundError, match=r"large, small, sorted, smollm2 \(perhaps you meant large\)"
-        ):
+        with refused(r"large, small, sorted, smollm2 \(perhaps you meant large\)", FileNotFoundError):
             find_model(typo)
     assert embedded_names()[0] == EMBEDDED
     (tmp_path / EMBEDDED).mkdir()
@@ -406,16 +389,15 @@ def test_hub_ids(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: ["config.json", "model.bin"])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="gpt2"):  # before any weights are fetched
+    with refused("gpt2"):  # before any weights are fetched
         huggingface.resolve("owner/model-1.5B")
     assert asked["calls"] == [["config.json"]]
     config.update(config_json.config_json(BASE, "float32"))
     assert huggingface.resolve("owner/model-1.5B") == tmp_path
     assert asked["name"] == "owner/model-1.5B"
     assert not any("bin" in pattern for pattern in asked["allow"])
-    with pytest.raises(FileNotFoundError, match=r"owner/gone.*no route") as error:
+    with refused(r"owner/gone.*no route", FileNotFoundError):
         huggingface.resolve("owner/gone")
-    one_line(error)
 
 
 @pytest.mark.parametrize(
@@ -438,9 +420,8 @@ def test_an_error_of_the_hub_says_what_to_do(monkeypatch, kind, offline, remedy)
     error.args = ("Got: no route\nPlease check your connection",)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     hub = huggingface.on_hub("owner/model:file.gguf")
-    with pytest.raises(FileNotFoundError, match=remedy) as caught, brief_errors(), hub:
+    with refused(remedy, FileNotFoundError) as caught, brief_errors(), hub:
         raise error
-    one_line(caught)
     assert "…" not in str(caught.value)
 
 
@@ -463,9 +444,8 @@ CACHED = {
 def test_what_the_cache_lacks_is_named_without_the_hub(name, tmp_path, monkeypatch):
     files, missing = CACHED[name]
     repository = in_cache(tmp_path, monkeypatch, files)
-    with pytest.raises(FileNotFoundError, match=r"^no directory owner/model") as error, brief_errors():
+    with refused(r"^no directory owner/model", FileNotFoundError) as error, brief_errors():
         huggingface.resolve("owner/model")
-    one_line(error)
     assert f"HF_HUB_OFFLINE is set, and {missing} not in the cache; give a directory, or go" in str(
         error.value
     )
@@ -479,9 +459,8 @@ def test_what_the_cache_lacks_is_named_without_the_hub(name, tmp_path, monkeypat
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
-    with pytest.raises(FileNotFoundError, match="no connection") as error, brief_errors():
+    with refused("no connection", FileNotFoundError) as error, brief_errors():
         huggingface.resolve("owner/model")
-    one_line(error)
     assert f"no connection (no route), and {missing} not in the cache" in str(error.value)
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_: files)
     with contextlib.suppress(ValueError, FileNotFoundError):  # the hub has no more
@@ -500,9 +479,8 @@ def test_files_that_the_hub_s_client_misses_are_named(tmp_path, monkeypatch):
         (repository / "trees").mkdir(exist_ok=True)
         (repository / "trees" / f"{COMMIT}.json").write_text(json.dumps(content))
         huggingface_hub._tree_cache._IN_MEMORY_TREE_CACHE.clear()
-        with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE is set") as error, brief_errors():
+        with refused("HF_HUB_OFFLINE is set", FileNotFoundError) as error, brief_errors():
             huggingface.resolve("owner/model")
-        one_line(error)
         assert f"and {missing} not in the cache" in str(error.value)
 
 
@@ -512,9 +490,8 @@ def test_a_head_and_an_adapter_without_weights_in_the_cache(tmp_path, monkeypatc
         (heads.resolve, r"\*\.safetensors"),
         (lambda name: peft.read_adapter(name, BASE), r"adapter_model\.safetensors"),
     ):
-        with pytest.raises(FileNotFoundError, match=f"HF_HUB_OFFLINE is set, and {file} is not") as error:
+        with refused(f"HF_HUB_OFFLINE is set, and {file} is not", FileNotFoundError):
             use("owner/model")
-        one_line(error)
 
 
 def test_a_gguf_file_in_the_cache_is_found_without_the_hub(tmp_path, monkeypatch):
@@ -554,22 +531,21 @@ def test_missing_tensor(tmp_path, name):
     stored = _saved(tmp_path)
     del stored[name]
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"tensor {name} is missing") as error:
+    with refused(f"tensor {name} is missing"):
         huggingface.load_params(tmp_path, BASE, jnp.float32)
-    one_line(error)
 
 
 def test_no_embedding_and_no_index(tmp_path):
     stored = _saved(tmp_path)
     del stored["model.embed_tokens.weight"]
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is missing"):
+    with refused(r"embed_tokens\.weight is missing"):
         huggingface.stored_dtype(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="have other names"):
+    with refused("have other names"):
         huggingface.load_params(tmp_path, BASE, jnp.float32)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="has no weight_map"):
+    with refused("has no weight_map"):
         huggingface.load_params(tmp_path, BASE, jnp.float32)
 
 
@@ -577,11 +553,8 @@ def test_wrong_shape(tmp_path):
     stored = _saved(tmp_path)
     stored["model.layers.2.self_attn.k_proj.weight"] = np.zeros((4, 7), np.float32)
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"layers\.2\.self_attn\.k_proj.*\(4, 7\), expected \(4, 8\)"
-    ) as error:
+    with refused(r"layers\.2\.self_attn\.k_proj.*\(4, 7\), expected \(4, 8\)"):
         huggingface.load_params(tmp_path, BASE, jnp.float32)
-    one_line(error)
 
 
 @pytest.mark.parametrize(
@@ -612,17 +585,15 @@ def test_more_tensors_than_needed(tmp_path):
     save_file(stored, tmp_path / "model.safetensors")
     assert_same(huggingface.load_params(tmp_path, BASE, jnp.float32), params)
     tied = CONFIGS["tied"]
-    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding") as error:
+    with refused(r"lm_head\.weight differs from the embedding"):
         huggingface.load_params(tmp_path, tied, jnp.float32)
-    one_line(error)
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
     save_file(stored, tmp_path / "model.safetensors")
     assert "head" not in huggingface.load_params(tmp_path, tied, jnp.float32)
     stored["model.layers.0.self_attn.q_proj.bias"] = np.zeros(8, np.float32)
     save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"q_proj\.bias has no place") as error:
+    with refused(r"q_proj\.bias has no place"):
         huggingface.load_params(tmp_path, BASE, jnp.float32)
-    one_line(error)
 
 
 def test_choices_of_layers_that_a_cut_or_a_dtype_leaves_without_use(tmp_path):
@@ -642,20 +613,19 @@ def test_choices_of_layers_that_a_cut_or_a_dtype_leaves_without_use(tmp_path):
 def test_what_cannot_be_saved(tmp_path):
     params = reference.random_params(BASE, 0)
     odd = dataclasses.replace(BASE, qkv_bias=True)
-    with pytest.raises(ValueError, match=r"a llama config\.json cannot express output_bias False") as error:
+    with refused(r"a llama config\.json cannot express output_bias False"):
         huggingface.save(tmp_path, odd, reference.random_params(odd, 0))
-    one_line(error)
     normed = dataclasses.replace(BASE, qk_norm=True)
-    with pytest.raises(ValueError, match=r"a llama config\.json cannot express qk_norm True"):
+    with refused(r"a llama config\.json cannot express qk_norm True"):
         huggingface.save(tmp_path, normed, reference.random_params(normed, 0))
     for bad in ({"sliding_windows": (4, 4, 4)}, {"model_type": "gpt2"}, {"model_type": "qwen2"}):
-        with pytest.raises(ValueError, match="cannot"):
+        with refused("cannot"):
             huggingface.save(tmp_path, dataclasses.replace(BASE, **bad), params)
-    with pytest.raises(ValueError, match="other leaves"):
+    with refused("other leaves"):
         huggingface.save(tmp_path, CONFIGS["tied"], params)
-    with pytest.raises(ValueError, match=r"parameter embed has shape \(11, 8\), expected \(12, 8\)"):
+    with refused(r"parameter embed has shape \(11, 8\), expected \(12, 8\)"):
         huggingface.save(tmp_path, dataclasses.replace(BASE, vocab_size=12), params)
-    with pytest.raises(ValueError, match="cannot save weights as int8"):
+    with refused("cannot save weights as int8"):
         huggingface.save(tmp_path, BASE, params, dtype=np.int8)
     assert not list(tmp_path.iterdir())
 
@@ -682,7 +652,7 @@ def test_written_files_open_with_the_safetensors_package(tmp_path):
     tensors.write(tmp_path / "x", {k: v.shape for k, v in arrays.items()}, arrays.get, np.dtype(np.float32))
     assert_same(load_file(tmp_path / "x"), arrays)
     assert_same(dict(tensors.read(tmp_path / "x")), arrays)
-    with pytest.raises(ValueError, match=r"a is float32\(2, 3\), expected float32\(3, 2\)"):
+    with refused(r"a is float32\(2, 3\), expected float32\(3, 2\)"):
         tensors.write(tmp_path / "x", {"a": (3, 2)}, arrays.get, np.dtype(np.float32))
     assert_same(dict(tensors.read(tmp_path / "x")), arrays)
 

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 
 from benchmarks import peers
 from jaxspec.testing import reference
+from tests import refused
 from tests.files.test_gguf import WIDE
 from tests.gguf_files import write
 
@@ -111,5 +112,5 @@ def test_a_converted_file_is_the_same_model(wanted, tmp_path):
 
 def test_without_the_package_one_line_says_how_to_install_it(monkeypatch, file, tmp_path):
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
-    with pytest.raises(ValueError, match="needs the package xllamacpp: pip install xllamacpp"):
+    with refused("needs the package xllamacpp: pip install xllamacpp"):
         peers.llama_cpp_runs(file, tmp_path, 512, 1, lambda step: None)

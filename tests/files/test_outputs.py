@@ -7,8 +7,6 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import pytest
 from benchmarks.papers.__main__ import main as papers
 from jaxspec.host import files, lock
 from jaxspec.io import model_files
+from tests import python
 from tests.commands import called, write_model, write_tokenizer
 from training import export, layerskip, outputs, own_text, probe, sft, soft
 from training.data import reading
@@ -239,8 +238,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write_and_what_is_written_
         "import os, sys; from jaxspec.host import files\n"
         "with files.atomic(sys.argv[1]) as file: file.write(b'half'); file.flush(); os._exit(9)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "a")], env=environment, check=False)
+    python("-c", script, tmp_path / "a")
     assert [path.name[:3] for path in tmp_path.iterdir()] == [".a."]
     with files.atomic(tmp_path / "b") as file:
         file.write(b"1")

@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec.host import extras
 from jaxspec.io.tokenizers.tokenizer import copy_files, load_tokenizer
+from tests import refused
 
 TEXTS = ["Once upon a time", " lead", "a  b", "日本 🎉", "Tom's red ball.\nYes", "", "<s>Hi</s>"]
 SETTINGS = {
@@ -79,26 +80,21 @@ def test_its_ids_are_sentencepiece_s(content, changes, tmp_path):
 
 @pytest.mark.parametrize("damage", [lambda c: c[:200], lambda c: c[:1] + b"\xff" * 100, lambda c: b"\n"])
 def test_a_damaged_file_is_named(content, damage, tmp_path, capfd):
-    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model") as error:
+    with refused(r"tokenizer\.model is not a SentencePiece model"):
         load_tokenizer(write(tmp_path / "m", damage(content)))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("missing", ["sentencepiece", "google.protobuf"])
 def test_a_missing_package_is_named(missing, tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "_is_installed", lambda module: module != missing)
     directory = write(tmp_path / "m", b"\n\x0e\n\x05<unk>")
-    with pytest.raises(
-        ValueError, match=f"no tokenizer.json beside it.*needs {missing}.*pip install"
-    ) as error:
+    with refused(f"no tokenizer.json beside it.*needs {missing}.*pip install") as error:
         load_tokenizer(directory)
-    assert "\n" not in str(error.value)
     assert "tiktoken" not in str(error.value)
     assert len(str(error.value)) - len(str(directory)) <= 200
 
 
 @pytest.mark.parametrize("content_", [b"", b"aGk= 0\nZQ== 1\n", b"<html>", b"\x80\x04."])
 def test_what_is_no_sentencepiece_is_refused_in_one_line(content_, tmp_path):
-    with pytest.raises(ValueError, match="is not a SentencePiece model; download it again") as error:
+    with refused("is not a SentencePiece model; download it again"):
         load_tokenizer(write(tmp_path / "m", content_))
-    assert "\n" not in str(error.value)

@@ -19,7 +19,7 @@ from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.methods.method_files import ProbeFile
 from jaxspec.io.user_data import home, model_data, user_data
 from jaxspec.model.plan import LayerPlan
-from tests import tiny
+from tests import refused, tiny
 
 DEEP = tiny.DEEP
 
@@ -74,9 +74,9 @@ def test_output_files(data, lm, tmp_path, monkeypatch, capsys):
         assert output_file(None, lm, "probes/x") == known
     assert capsys.readouterr().err == ""
     assert output_file(str(tmp_path / "x"), lm, "plan") == tmp_path / "x"
-    with pytest.raises(ValueError, match="is a directory; give output=FILE"):
+    with refused("is a directory; give output=FILE"):
         output_file(str(tmp_path), lm, "plan")
-    with pytest.raises(ValueError, match=r"cannot write .*; give another output=FILE"):
+    with refused(r"cannot write .*; give another output=FILE"):
         output_file(str(tmp_path / "no" / "x"), lm, "plan")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     path = output_file(None, lm, "thresholds/x.json")
@@ -90,7 +90,7 @@ def test_files_are_found_first_where_they_are_written_now(data, lm, writable, mo
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: writable and access(path, mode))
     beside, own = lm.directory, model_data(lm.fingerprint)
-    with pytest.raises(FileNotFoundError, match=re.escape(f"there is no {beside / 'jaxspec.plan.json'}")):
+    with refused(re.escape(f"there is no {beside / 'jaxspec.plan.json'}"), FileNotFoundError):
         lm.drafter("draft-verify")
     earlier, later = (own, beside) if writable else (beside, own)
     for directory, skipped in ((earlier, 1), (later, 2)):
@@ -116,7 +116,7 @@ def test_who_has_no_home_directory_needs_none(lm, monkeypatch):
     assert int(lm.drafter("asd")[0].every) == 3
     assert output_file(None, lm, "plan").parent == lm.directory
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ValueError, match=r"there is no home directory.*JAXSPEC_DATA"):
+    with refused(r"there is no home directory.*JAXSPEC_DATA"):
         output_file(None, lm, "plan")
 
 
@@ -135,16 +135,14 @@ def test_a_home_that_cannot_be_read_holds_nothing(data, lm, monkeypatch):
 
 @pytest.mark.full
 def test_probes_that_exist_are_named(data, lm):
-    with pytest.raises(FileNotFoundError, match=r"no probe .*exit-1-greedy\.safetensors; train one"):
+    with refused(r"no probe .*exit-1-greedy\.safetensors; train one", FileNotFoundError):
         lm.drafter("adaspeed-probe", exit_layer=1)
     (lm.directory / "probes").mkdir()
     for distribution, exit_layer in (("greedy", 2), ("temperature-0.6-top_p-0.9", 1)):
         (lm.directory / "probes" / f"exit-{exit_layer}-{distribution}.safetensors").touch()
     message = r"there is no probe for exit_layer=1 \(greedy\), only for 2; give one of these, or train one"
-    with pytest.raises(FileNotFoundError, match=message):
+    with refused(message, FileNotFoundError):
         lm.drafter("adaspeed-probe", exit_layer=1)
     (lm.directory / "probes" / "exit-2-greedy.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"the model's probes are for temperature-0\.6-top_p-0\.9; train"
-    ):
+    with refused(r"the model's probes are for temperature-0\.6-top_p-0\.9; train", FileNotFoundError):
         lm.drafter("adaspeed-probe", exit_layer=1)

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import subprocess
 import sys
 import threading
 import types
@@ -21,7 +20,7 @@ from jaxspec.measuring.commands.inspect import Inspect
 from jaxspec.measuring.tuning import token_counts
 from jaxspec.methods.files import Resources, read_reference
 from jaxspec.serving import batch_files
-from tests import tiny
+from tests import python, refused, tiny
 from training import option_files
 from training.data import records
 
@@ -122,7 +121,7 @@ def test_a_text_without_end_is_refused(reader, monkeypatch, tmp_path):
     packed = tmp_path / "packed.gz"
     packed.write_bytes(gzip.compress(bytes(2_000_000)))
     for path in ("/dev/zero", str(packed)):
-        with pytest.raises(ValueError, match=r"has more than 1 MB, unpacked or from a pipe"):
+        with refused(r"has more than 1 MB, unpacked or from a pipe"):
             read(path)
 
 
@@ -131,9 +130,8 @@ def test_a_damaged_file_of_gzip_is_refused(reader):
     packed = gzip.compress(content * 50, mtime=0)
     for damaged in (packed[:-9], packed[:2], packed[:20] + b"x" * 9 + packed[29:]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="is a damaged gzip file") as refused:
+        with refused("is a damaged gzip file"):
             read(str(path))
-        assert "\n" not in str(refused.value)
 
 
 def test_standard_input_that_is_a_file_is_read_from_its_start(tmp_path):
@@ -141,9 +139,7 @@ def test_standard_input_that_is_a_file_is_read_from_its_start(tmp_path):
     (tmp_path / "a.txt").write_bytes(MARK + PROSE.encode())
     script = "from jaxspec.host.files import read_text; print(ascii(read_text('-', 'x')))"
     with (tmp_path / "a.txt").open() as file:
-        done = subprocess.run(
-            [sys.executable, "-c", script], stdin=file, capture_output=True, text=True, check=True
-        )
+        done = python("-c", script, stdin=file, check=True)
     assert done.stdout.strip() == ascii(PROSE)
 
 

@@ -382,10 +382,7 @@ REFUSED: list[tuple[Any, str]] = [
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         r"\$\.oneOf: a value may match both number 0 and number 1",
     ),
-    (
-        {"oneOf": [{"properties": {name: {}}, "required": [name]} for name in "ab"]},
-        "may match both number 0 and",
-    ),
+    ({"oneOf": [{"properties": {name: {}}, "required": [name]} for name in "ab"]}, "may match both number"),
     ({"type": "object", "minProperties": 3}, r"\$\.minProperties is 3, but names"),
     ({"$ref": "#/$defs/none"}, r'\$\.\$ref is "#/\$defs/none"; there is no such part'),
     ({"$ref": "https://example.org/s.json"}, "only references inside the schema"),

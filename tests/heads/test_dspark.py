@@ -20,7 +20,7 @@ from jaxspec.io.methods import vocabulary_file
 from jaxspec.methods.base import layers_of
 from jaxspec.methods.trees import grown
 from jaxspec.stopping import Constant, FixedGamma, ProductBelow
-from tests import tiny
+from tests import refused, tiny
 from tests.heads import reference
 from tests.heads.files import (
     LLAMA,
@@ -242,7 +242,7 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, model):
     made, own = model.drafter("dspark")
     assert (made.num_draft_tokens, made.aux_layers) == (tiny.K, (1, 3))
     assert {"markov_in", "markov_out", "confidence"} < own.keys()
-    with pytest.raises(ValueError, match=r"blocks of 3 tokens, give 1 to 3"):
+    with refused(r"blocks of 3 tokens, give 1 to 3"):
         model.drafter("dspark", num_draft_tokens=4)
     path, ranking = tmp_path / "some.json", vocabulary_file.Ranking((0, 1), tuple(range(2, 9)), 9, SIZE)
     ranking.write(path, model.fingerprint, {})
@@ -250,5 +250,5 @@ def test_a_head_drafts_by_the_name_of_its_method(tmp_path, model):
     few = str(write(tmp_path / "few", some()))
     assert model.drafter("dspark", draft=few, draft_vocab=str(path))[1]["markov_out"].shape == (6, RANK)
     bare = str(write(tmp_path / "bare", WITHOUT))
-    with pytest.raises(ValueError, match="'probe' needs a head that predicts the acceptance"):
+    with refused("'probe' needs a head that predicts the acceptance"):
         model.drafter("dspark", draft=bare, stop_rule="probe")

@@ -21,7 +21,7 @@ from jaxspec.io.hf import huggingface
 from jaxspec.methods.trees import grown
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
-from tests import tiny
+from tests import refused, tiny
 from tests.heads import reference
 from tests.heads.files import (
     LLAMA,
@@ -385,9 +385,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, message):
 
 
 def test_a_head_is_no_draft_model(tmp_path):
-    with pytest.raises(
-        ValueError, match="this is an EAGLE head, not a model; it drafts with method='eagle3'"
-    ):
+    with refused("this is an EAGLE head, not a model; it drafts with method='eagle3'"):
         huggingface.stored_dtype(write(tmp_path, eagle3()))
 
 
@@ -400,9 +398,7 @@ def test_a_aux_layer_is_of_the_layers_that_run():
         jnp.zeros(1, jnp.int32),
         cache,
     )
-    with pytest.raises(
-        ValueError, match=r"auxiliary layers \[0\] are outside the layers that run; give numbers from 1 to 2"
-    ):
+    with refused(r"auxiliary layers \[0\] are outside the layers that run; give numbers from 1 to 2"):
         llama.run_with_aux(*arguments, (0, 1, "final"), layers=range(1, 2))
 
 
@@ -439,7 +435,7 @@ def test_speculators_names_for_eagle_are_read(tmp_path):
 
 
 def test_a_head_is_found_beside_its_model(model, tmp_path):
-    with pytest.raises(ValueError, match="needs a head, and there is no heads/eagle3/config"):
+    with refused("needs a head, and there is no heads/eagle3/config"):
         model.drafter("eagle3")
     content, tensors = eagle3()
     mine = content | {"jaxspec": {"target": model.fingerprint}}
@@ -450,9 +446,9 @@ def test_a_head_is_found_beside_its_model(model, tmp_path):
     other = write(tmp_path / "other", (content | {"jaxspec": {"target": "0123"}}, tensors))
     with pytest.warns(RuntimeWarning, match=r"a head of another model or quantisation \(0123, this one is"):
         model.drafter("eagle3", draft=str(other))
-    with pytest.raises(ValueError, match="holds a head of eagle3; choose method='eagle3'"):
+    with refused("holds a head of eagle3; choose method='eagle3'"):
         model.drafter("eagle", draft=str(other))
-    with pytest.raises(FileNotFoundError, match="no directory 'nowhere'"):
+    with refused("no directory 'nowhere'", FileNotFoundError):
         model.drafter("eagle", draft="nowhere")
 
 
@@ -485,7 +481,7 @@ def test_a_head_drafts_with_some_of_its_tokens(model, tmp_path, monkeypatch, lay
 
 def test_a_head_without_any_of_the_tokens_is_refused(model, tmp_path, monkeypatch):
     monkeypatch.setattr(methods.Eagle3, "vocabulary_ids", lambda *_: np.array([0, 3, 6], np.int32))
-    with pytest.raises(ValueError, match="draft_vocab leaves none of the head's 8 tokens"):
+    with refused("draft_vocab leaves none of the head's 8 tokens"):
         model.drafter("eagle3", draft=str(write(tmp_path / "head", eagle3())))
 
 
@@ -522,7 +518,7 @@ def test_trees_and_passes_of_masks_are_options_with_costs(model, tmp_path):
     drafter, _ = model.drafter("eagle3", draft=draft, tree="12x3")
     assert (drafter.tree, drafter.num_draft_tokens) == (Dynamic(12, 3, 10), 3)
     assert model.drafter("eagle3", draft=draft)[0].tree is None
-    with pytest.raises(ValueError, match="stop_rule applies to chains only"):
+    with refused("stop_rule applies to chains only"):
         methods.Eagle3(tree="12x3", stop_rule="confidence", gamma=0.5)
 
     def cost(**options: Any) -> float:

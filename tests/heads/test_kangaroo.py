@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.heads import files as heads
 from jaxspec.heads.kangaroo.drafter import Kangaroo
-from tests import tiny
+from tests import refused, tiny
 from tests.heads import reference
 from tests.heads.files import (
     LLAMA,
@@ -97,9 +97,9 @@ def test_what_cannot_be_read_is_refused(tmp_path, message):
 def test_an_adapter_drafts_by_the_name_of_its_method(model, tmp_path):
     content, tensors = adapter()
     path = str(write(tmp_path / "published", (content, tensors)))
-    with pytest.raises(ValueError, match=r"does not say which layers .* give exit_layer=E"):
+    with refused(r"does not say which layers .* give exit_layer=E"):
         model.drafter("kangaroo", draft=path)
-    with pytest.raises(ValueError, match="exit_layer is 4; the model has 4 layers, give 1 to 3"):
+    with refused("exit_layer is 4; the model has 4 layers, give 1 to 3"):
         model.drafter("kangaroo", draft=path, exit_layer=4)
     made, _ = model.drafter("kangaroo", draft=path, exit_layer=3)
     assert (made.exit_layer, made.aux_layers, made.num_draft_tokens) == (3, (3,), 6)

@@ -27,7 +27,7 @@ from jaxspec.io.hf import huggingface
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.protocol import Weights
-from tests import tiny
+from tests import refused, tiny
 from tests.heads.test_training_heads import (
     TARGET,
     arguments,
@@ -82,7 +82,7 @@ def test_a_head_begins_with_what_the_target_says(name, batch):
 
 
 def test_an_adapter_needs_an_early_exit():
-    with pytest.raises(ValueError, match="the target has one layer; choose another kind"):
+    with refused("the target has one layer; choose another kind"):
         begun("kangaroo", dataclasses.replace(TARGET, num_layers=1))
 
 
@@ -284,7 +284,7 @@ def test_a_head_is_written_as_it_is_published_and_read_back_as_it_was(name, tmp_
 
 def test_a_vocabulary_is_eagle3s_alone(tmp_path):
     _, network, params = begun("medusa")
-    with pytest.raises(ValueError, match="a head of medusa has the vocabulary of its target; leave ids out"):
+    with refused("a head of medusa has the vocabulary of its target; leave ids out"):
         write_head(tmp_path / "x", network.head, params, "abc", np.arange(3))
 
 
@@ -335,11 +335,7 @@ def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
     ("kind", "more", "said"),
     [
         ("eagle", "--draft-vocab-size 9", "a head of eagle has no option --draft-vocab-size; leave it out"),
-        (
-            "eagle",
-            "--aux-layers 1 --exit-layer 2",
-            "a head of eagle has no option --aux-layers, --exit-layer",
-        ),
+        ("eagle", "--aux-layers 1 --exit-layer 2", "eagle has no option --aux-layers, --exit-layer"),
         ("eagle", "--num-heads 0", "--num-heads is 0; give a whole number of at least 1"),
         ("eagle", "--test-steps 0", "--test-steps is 0; give a whole number of at least 1"),
         ("eagle", "--step-decay 0", "--step-decay is 0.0; give a number above 0, and at most 1"),
@@ -352,16 +348,8 @@ def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
         ("eagle3", "--draft-vocab-size 999", "--draft-vocab-size is 999; the target has 300"),
         ("medusa", "--aux-layers 1", "a head of medusa has no option --aux-layers; leave it out"),
         ("hydra", "--shared-head", "a head of hydra has no option --shared-head; leave it out"),
-        (
-            "kangaroo",
-            "--exit-layer 4",
-            "--exit-layer is 4; the target has 4 layers: give a number from 1 to 3",
-        ),
-        (
-            "dflash",
-            "--aux-layers 4",
-            "other than the last, and the target has 4 layers: give numbers from 1 to 3",
-        ),
+        ("kangaroo", "--exit-layer 4", "--exit-layer is 4; the target has 4 layers: give a number from 1"),
+        ("dflash", "--aux-layers 4", "other than the last, and the target has 4 layers: give numbers from"),
         ("dflash", "--block-size 1", "--block-size is 1; give a whole number of at least 2"),
     ],
 )

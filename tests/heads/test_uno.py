@@ -33,7 +33,7 @@ from jaxspec.protocol import Weights
 from jaxspec.sampling import Sampling
 from jaxspec.testing import reference as slow
 from jaxspec.testing.contracts import PROMPTS, propose
-from tests import tiny
+from tests import refused, tiny
 from tests.heads import reference
 from tests.heads.files import (
     TARGET,
@@ -189,9 +189,9 @@ def test_a_round_reads_the_adapter_once():
 
 def test_a_single_pass_takes_all_rounds():
     drafter, _ = tiny.drafter_of("uno-single-pass")
-    with pytest.raises(ValueError, match="give it all rounds, or two passes"):
+    with refused("give it all rounds, or two passes"):
         drafter.taking_turns()
-    with pytest.raises(ValueError, match="single_pass drafts a chain"):
+    with refused("single_pass drafts a chain"):
         methods.Uno(single_pass=True, tree="8x4")
 
 
@@ -320,16 +320,15 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_cannot_be_read_is_refused(tmp_path, message):
     files, target = BAD[message]
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(message):
         heads.read_head(write(tmp_path, files), target)
-    assert "\n" not in str(error.value)
 
 
 def test_an_adapter_drafts_by_the_name_of_its_method(model, tmp_path):
     path = write(tmp_path / "published", uno())
     made, _ = model.drafter("uno", draft=str(path), num_draft_tokens=3)
     assert (made.num_draft_tokens, made.verify_widths, made.head.noise) == (3, (4,), (1, MASK))
-    with pytest.raises(ValueError, match="holds a head of uno; choose method='uno'"):
+    with refused("holds a head of uno; choose method='uno'"):
         model.drafter("eagle3", draft=str(path))
 
 

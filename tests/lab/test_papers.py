@@ -194,10 +194,7 @@ def test_the_page_has_figures_of_the_stored_counts(path):
         (["s2d", "--limit", "0"], "--limit is 0; give at least 1"),
         (["asd", "--distributed"], "a paper is counted by one process; leave out --distributed"),
         (["asd", "--counts", "FILE"], "has the counts of paper s2d; give that name"),
-        (
-            ["asd", "--counts", "OTHER"],
-            "is not a file of counts with format jaxspec.paper-counts/1; count again",
-        ),
+        (["asd", "--counts", "OTHER"], "is not a file of counts with format jaxspec.paper-counts/1; count"),
     ],
 )
 def test_wrong_use_is_one_line(words, message, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import Self
 
 from jaxspec.console.errors import Failed
+from tests import variables
 
-ROOT = Path(__file__).parents[2]
 # The seconds in which a server must start.
 _START_S = 600
 
@@ -37,7 +36,7 @@ class ServerProcess:
         self.lines: list[str] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jaxspec", "serve", *map(str, options)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            env=variables(**environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec.io.tokenizers.chat import ChatTemplate
 from jaxspec.serving.tools import FORMS, told
+from tests import refused
 
 HERMES, PHI, GRANITE, NAMED, MISTRAL, LLAMA = FORMS
 CHATML = (
@@ -213,12 +214,12 @@ def test_a_message_is_rendered_or_refused(name):
         messages = [{"role": role, "content": "KIWI"}, {"role": "user", "content": "Hi"}]
         for talk in (messages, [messages[1], {"role": "assistant", "content": "Yo"}, *messages]):
             known = chat.known(talk)
-            refused = None
+            said = None
             try:
                 chat.check(known)
             except ValueError as error:
-                refused = str(error)
-            assert ("\n" not in refused) if refused else ("KIWI" in chat.prompt(known))
+                said = str(error)
+            assert ("\n" not in said) if said else ("KIWI" in chat.prompt(known))
             if role == "developer":
                 assert "developer" not in json.dumps(known)
 
@@ -248,19 +249,14 @@ def test_a_message_without_a_trace_is_refused_in_one_line(template, lost):
     if lost is None:
         ChatTemplate(template).check(talk)
         return
-    with pytest.raises(
-        ValueError, match=rf"leaves out messages\[{lost}\], of role '{talk[lost]['role']}'"
-    ) as error:
+    with refused(rf"leaves out messages\[{lost}\], of role '{talk[lost]['role']}'"):
         ChatTemplate(template).check(talk)
-    assert "\n" not in str(error.value)
 
 
 def test_empty_messages_and_calls_leave_no_trace():
     chat = ChatTemplate("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}")
     chat.check([{"role": "system", "content": " \n"}, TALK[0]])
-    with pytest.raises(
-        ValueError, match=r"leaves out messages\[1\], of role 'assistant': its calls would not reach"
-    ):
+    with refused(r"leaves out messages\[1\], of role 'assistant': its calls would not reach"):
         chat.check(TALK)
 
 
@@ -268,7 +264,7 @@ def test_tools_in_a_message_as_a_list():
     """GLM-4 9B has them so, with a form of calls that is not read."""
     template = "{% for m in messages %}{% for t in m.tools or [] %}{{ t.function | tojson }}{% endfor %}"
     template += "{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="its calls have a form that is not read"):
+    with refused("its calls have a form that is not read"):
         told(TALK[:1], [WEATHER], ChatTemplate(template))
     form, messages, _ = told(TALK[:1], [WEATHER], ChatTemplate(template + "{# <tool_call> #}"))
     assert (form, messages[0]["tools"]) == (HERMES, [WEATHER])

@@ -162,10 +162,7 @@ def test_the_client_of_openai_and_the_end_by_sigterm(model, tmp_path):
         (("--api-key", "schlüssel"), "--api-key has"),
         (("--methods", "ngram,nope"), "unknown method 'nope'"),
         (("--run", "ngram --exit-layer 3"), "method ngram has no option"),
-        (
-            ("--host", "no.such.host.invalid", "--api-key", "x"),
-            "cannot use port 8000 of no.such.host.invalid",
-        ),
+        (("--host", "no.such.host.invalid", "--api-key", "x"), "cannot use port 8000 of"),
     ],
 )
 def test_wrong_options_are_one_line(capsys, model, options, said):

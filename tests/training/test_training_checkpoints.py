@@ -19,13 +19,12 @@ import pytest
 
 from jaxspec.console.errors import Failed
 from jaxspec.host import lock
+from tests import refused, variables
 from tests.training.test_training_run import arguments, metrics
 from training import sft
 from training.loop import checkpoints
 from training.loop.checkpoints import CHECKSUMS, Checkpoints, damage
 from training.loop.step import TrainState
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def state_of(step: int) -> TrainState:
@@ -150,12 +149,9 @@ def test_if_none_is_intact_one_line_says_so_and_nothing_is_renamed(directory):
     for step, do in ((5, flip_byte), (10, empty_array), (15, remove_state)):
         do(directory / str(step))
     with Checkpoints(directory, keep=3) as kept:
-        with pytest.raises(
-            ValueError, match=r"no checkpoint in .* is intact: step 5 .*step 10 .*step 15"
-        ) as error:
+        with refused(r"no checkpoint in .* is intact: step 5 .*step 10 .*step 15") as error:
             kept.resume(SHAPES)
         assert kept.standing() == "no checkpoint is intact"
-    assert "\n" not in str(error.value)
     assert "Give another --run" in str(error.value)
     assert sorted(path.name for path in directory.iterdir()) == ["10", "15", "5"]
 
@@ -180,12 +176,12 @@ def test_without_a_best_one_the_reason_is_told(directory, tmp_path):
         flip_byte(directory / str(step))
     with (
         Checkpoints(directory, read_only=True) as kept,
-        pytest.raises(ValueError, match="no intact checkpoint in"),
+        refused("no intact checkpoint in"),
     ):
         kept.best(said.append)
     (tmp_path / "none").mkdir()
     empty = Checkpoints(tmp_path / "none", read_only=True)
-    with empty as kept, pytest.raises(ValueError, match="no checkpoint in"):
+    with empty as kept, refused("no checkpoint in"):
         kept.best(said.append)
 
 
@@ -193,7 +189,7 @@ def test_another_model_is_not_taken_for_damage(directory):
     another = TrainState(jnp.int32(0), {"w": jnp.zeros((32, 32))}, {"m": jnp.ones(5)})
     with (
         Checkpoints(directory, keep=3) as kept,
-        pytest.raises(ValueError, match="holds another model or optimiser"),
+        refused("holds another model or optimiser"),
     ):
         kept.resume(another)
     assert not list(directory.glob("*.damaged"))
@@ -223,7 +219,7 @@ def test_what_closing_raises_does_not_hide_why_the_run_ended(directory, monkeypa
             if error is not None:
                 raise error
 
-    with pytest.raises(ValueError, match="the checkpoint of step 5 is intact"):
+    with refused("the checkpoint of step 5 is intact"):
         leave(ValueError("the checkpoint of step 5 is intact"))
     with pytest.raises(OSError, match="File too large"):
         leave(None)
@@ -276,9 +272,8 @@ with lock.exclusive(Path(sys.argv[1]), print):
 
 def holding(run: Path) -> subprocess.Popen:
     """A process that holds the lock of a run directory."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", HOLD, str(run)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=variables(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jaxspec.host import progress
 from jaxspec.host.progress import duration
+from tests import refused
 from tests.training.test_training_run import arguments, metrics
 from training import layerskip, option_files, sft, soft
 from training.data import bpe_tokenizer, conversations, packing, sizing, sources
@@ -323,9 +324,9 @@ def test_epochs_are_passes_over_the_text():
     options, _ = options_of(sft.Options, "--epochs", "2").settled(3_000_000, {})
     # The options that a run records start it again.
     assert options.loop.epochs is None
-    with pytest.raises(ValueError, match="steps is 5 and epochs 2"):
+    with refused("steps is 5 and epochs 2"):
         options_of(sft.Options, "--epochs", "2", "--steps", "5")
-    with pytest.raises(ValueError, match="epochs is 0"):
+    with refused("epochs is 0"):
         options_of(sft.Options, "--epochs", "0")
 
 
@@ -350,7 +351,7 @@ def test_usual_settings_are_not_described():
 
 
 def test_the_stand_in_for_auto_cannot_be_typed():
-    with pytest.raises(ValueError, match="steps is -1"):
+    with refused("steps is -1"):
         options_of(sft.Options, "--steps", "-1")
     assert options_of(sft.Options, "--seed", "-1").seed == -1
 

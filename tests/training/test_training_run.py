@@ -25,7 +25,7 @@ from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from tests import gguf_files
+from tests import ROOT, gguf_files, python, refused, variables
 from training import export, job, layerskip, option_files, own_text, plots, probe, sft, soft
 from training import run as run_record
 from training.data import bpe_tokenizer, conversations, packing, reading, sources
@@ -37,7 +37,6 @@ from training.reports import metrics as training_metrics
 from training.run_options import SCRATCH
 from training.start import Objective, Start, chat_of, put_tokenizer, start_model, written_dtype
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = LlamaConfig(
     vocab_size=61, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8
 )
@@ -59,20 +58,19 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
     return [*named, *shape.split(), *size.split(), *more]
 
 
+def with_programs(folder: Path) -> dict[str, str]:
+    """The environment of processes that share compiled programs."""
+    shared = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    return variables(**shared, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+
+
 def start(folder: Path, name: str, *more: str) -> subprocess.Popen:
-    """The command as a process; all of them share compiled programs, which are the same."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    """The command as a process."""
     # Dropout and turning exits are drawn again at every step.
     recipe = "--layers 2 --exits 1 --rotation 2 --max-dropout 0.3"
     given = arguments(folder, name, *recipe.split(), *more)
     command = [sys.executable, "-m", "training.layerskip", *given]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=with_programs(folder), stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen, status: int = 0) -> str:
@@ -349,9 +347,9 @@ def test_a_draft_needs_only_its_start_and_its_data(tmp_path, monkeypatch, params
     assert read("--layers", "2").exits == (1, 2)
     assert read("--exits", "1,2,6").exits == read("--exits", "1", "2", "6").exits == (1, 2, 6)
     assert read("--exits", "4", "--run", "r").output is None
-    with pytest.raises(ValueError, match="exits must be given for a draft from scratch of unknown depth"):
+    with refused("exits must be given for a draft from scratch of unknown depth"):
         read()
-    with pytest.raises(ValueError, match="--exits is 'x'; give a whole number"):
+    with refused("--exits is 'x'; give a whole number"):
         read("--exits", "1,x")
 
 
@@ -572,22 +570,6 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
     assert metrics(folder, "talk")[0]["tokens"] < 2 * 30
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--exits", "2", "1"], "exits is (2, 1)"),
-        (["--exits", "1", "3"], "--layers 3"),
-        (["--exits", "1", "2", "--distil-weight", "0.5"], "--target"),
-        (["--exits", "1", "2", "--distil-weight", "2"], "--distil-weight is 2"),
-        (["--target-weights", "int8"], "--target-weights is int8, and no target is given"),
-        (["--algorithm", "adafactor", "--moments", "bfloat16"], "--moments is bfloat16; adafactor keeps no"),
-    ],
-)
-def test_impossible_sorted_drafts_are_refused(folder, more, said, capsys):
-    assert soft.main([*soft_arguments(folder, "wrong"), *more]) == 2
-    assert one_error(capsys, "training.soft").count(said) == 1
-
-
 def test_a_target_of_another_vocabulary_is_refused(folder, whole, capsys):
     given = arguments(folder, "foreign", "--exits", "1", "--layers", "1", "--target", str(folder / "whole"))
     assert soft.main([*given, "--vocab-size", "280"]) == 2
@@ -616,22 +598,6 @@ def test_options_come_from_a_yaml_file_and_the_command_line_wins(folder, tmp_pat
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(option_files.to_yaml(options))
     assert option_files.parse(sft.Options, [f"--config={resolved}"], "sft") == options
-
-
-@pytest.mark.parametrize(
-    ("content", "said"), [("- a", "expected options by name"), ("a: [", "not YAML"), (None, "cannot read")]
-)
-def test_a_bad_yaml_file_gets_one_clear_line(tmp_path, content, said, capsys):
-    file = tmp_path / "options.yaml"
-    if content is not None:
-        file.write_text(content)
-    assert sft.main(["--config", str(file)]) == 2
-    assert said in one_error(capsys)
-
-
-def test_a_shape_beside_a_given_model_is_refused(capsys):
-    assert sft.main(["--data", "a", "--run", "r", "--start", "small", "--layers", "3", "--heads", "2"]) == 2
-    assert "layers, heads: the shape is chosen for a model from scratch" in one_error(capsys)
 
 
 def test_the_recipe_of_the_draft_serves_both_jobs():
@@ -707,16 +673,8 @@ sys.exit(soft.main(arguments))
 @pytest.mark.full
 def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(folder, whole):
     assert soft.main(soft_arguments(folder, "one")) == 0
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED, *soft_arguments(folder, "four")],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    done = python("-c", SHARDED, *soft_arguments(folder, "four"), env=variables(XLA_FLAGS=flags), timeout=300)
     assert done.returncode == 0, done.stderr
     assert "a quarter each at first" in done.stdout
     assert done.stdout.count("a quarter each after a step") == 6
@@ -725,52 +683,48 @@ def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(f
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("command", "words", "said"),
     [
-        (["--data", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["--kv-heads", "3"], "not a multiple"),
-        (["--start", "nowhere"], "no directory 'nowhere'"),
-        (["--batch", "5000"], "give more data or a smaller batch"),
-        (["--vocab-size", "200"], "--vocab-size is 200"),
+        *((sft, f"--{name}", f"--{name.replace(' ', ' is ')}") for name in (
+            "steps 0", "window 1", "accumulate 0", "minutes -1", "clip -1", "warmup -1", "weight-decay -0.1",
+            "final-fraction 2", "b1 1", "vocab-size 200",
+        )),
+        *((sft, f"--{name}", f"--{name.replace(' ', ' is ')}; give a whole number of at least") for name in (
+            "heads 0", "hidden-size -1", "vocab-size 0", "head-dim 1", "context 0",
+        )),
+        (sft, "--steps few", "is 'few'; give a whole number or auto"),
+        (sft, "--stepz 3", "unknown option --stepz; perhaps you meant --steps; see"),
+        (sft, "--data nowhere.txt", "cannot read nowhere.txt"),
+        (sft, "--kv-heads 3", "not a multiple"),
+        (sft, "--start nowhere", "no directory 'nowhere'"),
+        (sft, "--start small --layers 3 --heads 2", "layers, heads: the shape is chosen for a model from scratch"),
+        (sft, "--batch 5000", "give more data or a smaller batch"),
+        (sft, "--config nowhere.yaml", "cannot read"),
+        (sft, "--config LIST", "expected options by name"),
+        (sft, "--config OPEN", "not YAML"),
+        (soft, "--exits 2 1", "exits is (2, 1)"),
+        (soft, "--exits 1 3", "--layers 3"),
+        (soft, "--exits 1 2 --distil-weight 0.5", "--target"),
+        (soft, "--exits 1 2 --distil-weight 2", "--distil-weight is 2"),
+        (soft, "--exits 1 2 --target-weights int8", "--target-weights is int8, and no target is given"),
+        (soft, "--exits 1 2 --algorithm adafactor --moments bfloat16", "--moments is bfloat16; adafactor keeps no"),
+        (export, "--nonsense", "see python -m training.export --help"),
+        (plots, "--nonsense", "see python -m training.plots --help"),
     ],
-)
-def test_what_does_not_fit_gets_one_clear_line(tmp_path, folder, more, said, capsys):
-    given = arguments(folder, "wrong", "--run", str(tmp_path), *more)
-    assert sft.main(given) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--steps 0", "--steps is 0"),
-        ("--window 1", "--window is 1"),
-        ("--accumulate 0", "--accumulate is 0"),
-        ("--minutes -1", "--minutes is -1"),
-        ("--clip -1", "--clip is -1"),
-        ("--warmup -1", "--warmup is -1"),
-        ("--weight-decay -0.1", "--weight-decay is -0.1"),
-        ("--final-fraction 2", "--final-fraction is 2"),
-        ("--b1 1", "--b1 is 1"),
-        ("--heads 0", "--heads is 0; give a whole number of at least"),
-        ("--hidden-size -1", "--hidden-size is -1; give a whole number of at least"),
-        ("--vocab-size 0", "--vocab-size is 0; give a whole number of at least"),
-        ("--head-dim 1", "--head-dim is 1; give a whole number of at least"),
-        ("--context 0", "--context is 0; give a whole number of at least"),
-        ("--steps few", "is 'few'; give a whole number or auto"),
-        ("--stepz 3", "unknown option --stepz; perhaps you meant --steps; see"),
-    ],
-)
-def test_impossible_options_are_refused_when_they_are_read(folder, words, said, capsys):
-    assert sft.main(arguments(folder, "wrong", *words.split())) == 2
-    assert said in one_error(capsys)
-
-
-def test_the_command_line_is_refused_in_one_line(capsys):
-    """As `jaxspec: error: …`, without boxes and without the names of the program's own classes."""
-    for command in (export, plots):
-        assert command.main(["--nonsense"]) == 2
-        assert f"see python -m {command.__name__} --help" in one_error(capsys, command.__name__)
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
+def test_wrong_use_is_one_line(folder, tmp_path, command, words, said, capsys):
+    """Without boxes and without the names of the program's own classes; what was said before may stand above it."""
+    for name, content in {"LIST": "- a", "OPEN": "a: ["}.items():
+        (tmp_path / name).write_text(content)
+    given = [str(tmp_path / word) if word.isupper() else word for word in words.split()]
+    if command in (sft, soft):
+        layers = ["--layers", "2"] if command is soft else []
+        given = arguments(folder, "wrong", "--run", str(tmp_path / "run"), *layers, *given)
+    assert command.main(given) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{command.__name__}: error: ")
+    assert last.count(said) == 1
 
 
 @pytest.mark.parametrize("command", [sft, soft, layerskip, heads, own_text, probe, plots])
