@@ -46,6 +46,9 @@ from jaxspec.heads.medusa.drafter import Medusa
 from jaxspec.heads.medusa.network import MedusaConfig
 from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
 from jaxspec.heads.uno.network import UnoConfig
+from jaxspec.io.tokenizers.intersection import Intersection
+from jaxspec.loading.drafts import fitted
+from jaxspec.methods.resources import LoadedModel
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig, RopeScaling, Scores
 from jaxspec.model.head import HeadConfig
@@ -587,6 +590,22 @@ def with_window(make: Callable[[LlamaConfig, Any], tuple[Any, Any]], config: Lla
     return Case(made, family="draft-window", config=config, has_rule=False)
 
 
+def _other_vocabulary(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    """Returns a draft with two of every three of the target's tokens, in another order, and a likely one of its own."""
+    drafter, own = _draft_model(config, rule)
+    ids = np.asarray(some_tokens(config.vocab_size))
+    order = np.random.default_rng(4).permutation(len(ids) + 1)
+    tokens, back = np.append(ids, 0)[order], np.argsort(order).astype(np.int32)
+    weights = {**own, "embed": own["embed"][tokens]}
+    if "head" in own:
+        weights["head"] = own["head"][tokens].at[back[-1]].multiply(2.0)
+    fed = np.full(config.vocab_size, back[-1])
+    fed[ids] = back[:-1]
+    draft = LoadedModel(dataclasses.replace(drafter.config, vocab_size=len(tokens)), weights)
+    shared = Intersection(np.stack([ids, back[:-1]], axis=1), fed)
+    return drafter, fitted(draft, shared, jax.devices()[0]).params
+
+
 _ngram = functools.partial(NGram, num_draft_tokens=K + 1)
 INT8_CACHE = dataclasses.replace(TARGET, kv_cache_dtype="int8")
 # A new drafter is one row here. The last one of a family is its usual form.
@@ -619,6 +638,7 @@ DRAFTERS: dict[str, Case] = {
     ),
     "choosing": _among(_layerskip, _draft_model, lookups=(_ngram, suffix), methods=("auto",), config=DEEP),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
+    "draft-model-other-vocab": Case(_other_vocabulary, family="draft-model"),
     "draft-exit": Case(
         lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
         family="draft-model",

@@ -26,7 +26,7 @@ from jaxspec.stopping import Constant
 
 @struct.dataclass
 class DraftModel(ChainDrafter):
-    """A smaller model with the same vocabulary drafts token by token, with its own cache.
+    """A smaller model drafts token by token, with its own cache.
 
     `params.drafter` are its parameters. They may have more layers than `config`, of which the first ones run.
 

@@ -697,7 +697,8 @@ class LanguageModel:
           draft: a directory, a .gguf file, a hub id, the name of an embedded model, or a `LanguageModel`.
 
         Raises:
-          FileNotFoundError, ValueError: there is no such model, it has another vocabulary, or it is on another device.
+          FileNotFoundError, ValueError: there is no such model, it shares too few tokens with this one, or it is on
+            another device.
         """
         return self.drafts.load(draft)
 

@@ -19,6 +19,7 @@ from jaxspec.host import processes
 from jaxspec.host.files import identity
 from jaxspec.io import checkpoint
 from jaxspec.io.hf.config_json import errors_of
+from jaxspec.io.tokenizers.intersection import Intersection, intersection
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.loading.loading import find_model, find_tokenizer, fit_to_mesh, place_params
 from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, ModelLike
@@ -32,6 +33,8 @@ from jaxspec.programs import memory
 T = TypeVar("T")
 # Cache slots that must fit in memory beside a draft's weights.
 _CAPACITY = 512
+# The least share of the target's tokens that a draft with another tokenizer must have. Llama 2's has 15 % of Llama 3's.
+_LEAST_SHARE = 0.05
 
 
 class Drafts:
@@ -63,13 +66,14 @@ class Drafts:
         self._fits: dict[int, LoadedModel] = {}
 
     def load(self, draft: ModelLike) -> LoadedModel:
-        """Returns a draft model, loaded and checked to share the target's vocabulary.
+        """Returns a draft model, loaded and fitted to the target's tokens.
 
         Args:
           draft: a directory, a .gguf file, a hub id, the name of an embedded model, or a `LanguageModel`.
 
         Raises:
-          FileNotFoundError, ValueError: there is no such model, it has another vocabulary, or it is on another device.
+          FileNotFoundError, ValueError: there is no such model, it shares too few tokens with the target, or it is on
+            another device.
         """
         if not isinstance(draft, (str, os.PathLike)):
             return self._check_loaded(draft)
@@ -79,7 +83,7 @@ class Drafts:
             config = checkpoint.read_config(directory)
             config = dataclasses.replace(config, kv_cache_dtype=self._config.kv_cache_dtype)
             tokenizer = find_tokenizer(directory)
-            self._check(name, config, tokenizer)
+            found = self._intersection(name, config, tokenizer)
             if self._mesh is None:
                 memory.check_fits(memory.Texts(config, self._dtype, 1, self._device, self._bits), _CAPACITY)
             else:
@@ -88,7 +92,7 @@ class Drafts:
                 directory, config, self._dtype, self._device, self._mesh, self._bits, tokenizer
             )
             trained_for = checkpoint.read_trained_for(directory, config)
-            return self._fitted(LoadedModel(config, params, name, trained_for, sampled))
+            return self._fitted(LoadedModel(config, params, name, trained_for, sampled), found)
 
         return _current(self._loaded, name, find_model, read)
 
@@ -143,9 +147,8 @@ class Drafts:
         return target.quantised(bits)
 
     def _check_loaded(self, draft: Any) -> LoadedModel:
-        """Returns a model that the user has loaded, checked."""
+        """Returns a model that the user has loaded, fitted to the target's tokens."""
         name = getattr(draft, "name", "given as a model")
-        self._check(name, draft.config, getattr(draft, "tokenizer", None))
         device, mesh = getattr(draft, "device", self._device), getattr(draft, "mesh", self._mesh)
         if mesh != self._mesh or (self._mesh is None and device != self._device):
             raise ValueError(
@@ -155,50 +158,74 @@ class Drafts:
         loaded = getattr(draft, "loaded", None)  # of a LanguageModel: it keeps the fingerprint
         if not isinstance(loaded, LoadedModel):
             loaded = LoadedModel(draft.config, draft.params, name)
-        fitted = self._fits.get(id(loaded)) or self._fitted(loaded)
-        if fitted is not loaded:
+        if id(loaded) not in self._fits:
+            found = self._intersection(name, loaded.config, getattr(draft, "tokenizer", None))
+            if found is None:
+                return loaded
             # The entry keeps the draft alive, so that no other object can get its id.
-            self._fits[id(loaded)] = fitted
-        return fitted
+            self._fits[id(loaded)] = self._fitted(loaded, found)
+        return self._fits[id(loaded)]
 
-    def _fitted(self, draft: LoadedModel) -> LoadedModel:
-        """Returns a draft with the target's number of rows; it proposes only tokens that both models have.
-
-        A token that only the target has is embedded as the draft's last row; verification is not affected.
-        """
-        rows, size = draft.config.vocab_size, self._config.vocab_size
-        if rows == size:
-            return draft
-        head, shared = llama.head(draft.config, draft.params), min(rows, size)
+    def _fitted(self, draft: LoadedModel, found: Intersection | None) -> LoadedModel:
+        """Returns a draft for the target's tokens; None: it has the same."""
         where: Any = self._device if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
-        few = Vocabulary(
-            head if shared == rows else jax.jit(lambda head: head[:shared])(head),
-            put(np.arange(shared, dtype=np.int32), where),
-            size,
-        )
-        return dataclasses.replace(
-            draft,
-            config=dataclasses.replace(draft.config, vocab_size=size),
-            params={**draft.params, "vocabulary": few},
-            fitted_from=draft,
-        )
+        return draft if found is None else fitted(draft, found, where)
 
-    def _check(self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None) -> None:
-        """Refuses a draft with another vocabulary than the target's."""
-        both = bool(self._tokenizer and tokenizer)
-        if self._tokenizer and tokenizer and self._tokenizer.same_vocabulary(tokenizer):
-            return
-        if config.vocab_size != self._config.vocab_size:
+    def _intersection(
+        self, name: str, config: LlamaConfig, tokenizer: Tokenizer | None
+    ) -> Intersection | None:
+        """Returns the tokens that both a draft and the target have; None if all tokens have the same ids in both.
+
+        Raises:
+          ValueError: these are too few, or there is no tokenizer to compare vocabularies of different sizes.
+        """
+        own, rows, size = self._tokenizer, config.vocab_size, self._config.vocab_size
+        if own is not None and tokenizer is not None and not own.same_vocabulary(tokenizer):
+            found, num_tokens = intersection(own, tokenizer, size, rows), own.vocab_size
+            shared = len(found.shared)
+            if shared < _LEAST_SHARE * num_tokens:
+                raise ValueError(
+                    f"draft {name} has another tokenizer, with {shared} of the target's {num_tokens} tokens; give a "
+                    f"draft that has at least {math.ceil(_LEAST_SHARE * num_tokens)} of them ({_LEAST_SHARE:.0%})"
+                )
+            return found
+        if rows == size:
+            return None
+        if own is None or tokenizer is None:
             raise ValueError(
-                f"draft {name} has a vocabulary of {config.vocab_size} tokens, the target of "
-                f"{self._config.vocab_size}, and {'another tokenizer' if both else 'one of them no tokenizer'}; "
-                "a draft must share the target's tokenizer"
+                f"draft {name} has a vocabulary of {rows} tokens, the target of {size}, and one of them no tokenizer; "
+                "give both with their tokenizers"
             )
-        if both:
-            raise ValueError(
-                f"draft {name} has another vocabulary than the target, of the same size; "
-                "a draft must share the target's tokenizer"
-            )
+        # Only padding differs.
+        ids = np.arange(size, dtype=np.int32)
+        return Intersection(np.stack([ids[:rows]] * 2, axis=1), np.minimum(ids, rows - 1))
+
+
+def fitted(draft: LoadedModel, found: Intersection, where: Any) -> LoadedModel:
+    """Returns a draft for the tokens of a target, of which it proposes those that both have.
+
+    Args:
+      draft: the draft.
+      found: the tokens that both have.
+      where: the device or sharding of the tables.
+    """
+    ids, rows = found.shared.T
+    head, size = llama.head(draft.config, draft.params), len(found.fed)
+    if not np.array_equal(rows, np.arange(draft.config.vocab_size)):
+        head = jax.jit(lambda head, rows: head[rows])(head, rows)
+    # It is recorded in the draft's own tokens.
+    trained = ids[np.isin(rows, draft.trained_for.draft_vocab)]
+    return dataclasses.replace(
+        draft,
+        config=dataclasses.replace(draft.config, vocab_size=size),
+        params={
+            **draft.params,
+            "embed_rows": put(found.fed, where),
+            "vocabulary": Vocabulary(head, put(ids, where), size),
+        },
+        trained_for=dataclasses.replace(draft.trained_for, draft_vocab=tuple(trained.tolist())),
+        fitted_from=draft,
+    )
 
 
 def _current(

@@ -51,7 +51,7 @@ class LoadedModel:
       name: its name in messages.
       trained_for: what it was trained for, as its config records it.
       sampled: for quantised parameters, the numbers of each leaf that the fingerprint reads; otherwise None.
-      fitted_from: the original model of a draft that was fitted to the rows of its target; otherwise None.
+      fitted_from: the original model of a draft that was fitted to the tokens of its target; otherwise None.
       inexact: the model of which this is the `exact` form, with the same parameters; otherwise None.
 
     Examples:
@@ -160,19 +160,21 @@ class LoadedModel:
     def vocabulary(self, ids: np.ndarray) -> Vocabulary:
         """Returns the head of tokens `ids`, int32[N], ascending; the same object each time."""
         import jax
+        import numpy as np
 
         from jaxspec.model import llama
 
         if self.inexact is not None:
             return self.inexact.vocabulary(ids)
-        if (few := self.params.get("vocabulary")) is not None:  # a draft with fewer rows than its target
-            ids = ids[ids < len(few.ids)]
-        if not len(ids):
+        rows = ids
+        if (few := self.params.get("vocabulary")) is not None:  # a draft without some of its target's tokens
+            rows = np.flatnonzero(np.isin(few.ids, ids)).astype(np.int32)
+        if not len(rows):
             raise ValueError("the draft vocabulary has no token of the target; give draft_vocab=")
-        key = ids.tobytes()
+        key = rows.tobytes()
         if key not in self._vocabularies:
             gather = jax.jit(llama.vocabulary, static_argnums=0)  # keeps the placement of the head
-            self._vocabularies[key] = gather(self.config, self.params, ids)
+            self._vocabularies[key] = gather(self.config, self.params, rows)
         return self._vocabularies[key]
 
     @functools.cached_property
@@ -223,7 +225,7 @@ class Resources:
     """Inputs and functions for building a method; functions are called only if the method needs them.
 
     Attributes:
-      load_draft: (model as given by a user) → the model, checked to have the target's vocabulary.
+      load_draft: (model as given by a user) → the model, which proposes tokens of the target only.
       encode: text → token ids, for references.
       directory: directory of the target and its method files, which may also be in the user's data directory; None for
         a model made in memory, which has no files.

@@ -11,7 +11,8 @@ and a mesh can still divide it by heads (KV and G count copies of key/value head
 with `qkv_bias` [KV, (G+2)·hd], `out_bias` [D], `gate_up_bias` [2, F], `down_bias` [D], `post_norm` [D] in place of a
 sublayer's `norm` or beside it, `q_norm` [hd] and `k_norm` [hd], or over all heads `wide_q_norm` [H, hd] and
 `wide_k_norm` [num_kv_heads, hd], where configured. A matrix, or a tied embedding, may be `Quantised`. The parameters of
-a draft may have a `vocabulary`, a `Vocabulary` of some tokens, in place of the head.
+a draft may have a `vocabulary`, a `Vocabulary` of some tokens, in place of the head, and `embed_rows` int32[V], the row
+of `embed` for each token of a target with another vocabulary.
 """
 
 from __future__ import annotations
@@ -174,6 +175,8 @@ def embed(config: LlamaConfig, params: Params, tokens: jax.Array) -> jax.Array:
 
 def embedding_rows(params: Params, tokens: jax.Array) -> jax.Array:
     """Returns the rows of the embedding for tokens int32[B, T], [B, T, D], in `stream_of` these parameters."""
+    if "embed_rows" in params:
+        tokens = params["embed_rows"][tokens]
     if tokens.size == 1:
         # XLA turns a gather of one row into a slice. A slice of a sharded table makes several GPUs gather the whole
         # table, and a TPU copy an int8 table into another layout. A gather of two rows avoids both.
@@ -242,9 +245,10 @@ def head(config: LlamaConfig, params: Params) -> jax.Array | Quantised:
     return whole
 
 
-def vocabulary(config: LlamaConfig, params: Params, ids: jax.Array) -> Vocabulary:
-    """Returns the `Vocabulary` of tokens `ids`, int32[N], rising, for a draft's parameters."""
-    return Vocabulary(head(config, params)[ids], ids, config.vocab_size)
+def vocabulary(config: LlamaConfig, params: Params, rows: jax.Array) -> Vocabulary:
+    """Returns the `Vocabulary` of rows `rows` of the head, int32[N], rising, for a draft's parameters."""
+    few = params.get("vocabulary")
+    return Vocabulary(head(config, params)[rows], rows if few is None else few.ids[rows], config.vocab_size)
 
 
 def attention(

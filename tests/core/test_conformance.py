@@ -59,13 +59,14 @@ def with_sampling(combinations):
 
 
 # Their drafts have another form than those of the methods: a choice among trees that are drawn, a tree of one pass
-# with a cache, a pass without a draft of its own, a part of the vocabulary, a mask for all rows, an int8 cache of the
-# target and of the draft, drafts that read a part of a text.
+# with a cache, a pass without a draft of its own, a part of the vocabulary, another vocabulary, a mask for all rows, an
+# int8 cache of the target and of the draft, drafts that read a part of a text.
 VARIANTS = (
     "choosing-trees",
     "dflash-tree",
     "uno-single-pass",
     "draft-model-vocab",
+    "draft-model-other-vocab",
     "asd-shared",
     "s2d-target",
     "int8-cache-draft-model",
@@ -371,6 +372,7 @@ SAMPLED = [
     tiny.Combination("s2d", "adaptive", "rejection"),
     tiny.Combination("s2d-target", "confidence", "block"),
     tiny.Combination("draft-model-vocab", "confidence", "rejection"),
+    tiny.Combination("draft-model-other-vocab", "adaptive", "block"),
     tiny.Combination("s2d-target-vocab", "constant", "rejection"),
     tiny.Combination("eagle", "any_of", "rejection"),
     tiny.Combination("eagle3", "constant", "block"),
@@ -383,8 +385,17 @@ SAMPLED = [
     tiny.Combination("uno-single-pass", "constant", "rejection"),
     tiny.Combination("draft-model-vocab", "constant", "coupled"),
 ]
-# One that matches text, one of each kind of tree, one with a model of its own, and one with the target's layers.
-ORDINARY = ("ngram", "eagle-tree-drawn", "medusa-tree", "draft-model", "layerskip", "eagle")
+# One that matches text, one of each kind of tree, one with a model of its own, one whose model has another vocabulary,
+# and one with the target's layers.
+ORDINARY = (
+    "ngram",
+    "eagle-tree-drawn",
+    "medusa-tree",
+    "draft-model",
+    "draft-model-other-vocab",
+    "layerskip",
+    "eagle",
+)
 # Choices, a tree without a model, and drafts in blocks. Of the other drafters, the distribution of the drafts is tested
 # above, and the acceptors are tested with any distribution.
 FULL = ("token-recycling", "choosing", "dflash", "dflash-tree-drawn")

@@ -9,7 +9,7 @@ import pytest
 
 import jaxspec
 from jaxspec.testing import reference
-from tests.data import MODELS
+from tests.data import MODELS, SMOLLM2
 
 TARGET, DRAFT = MODELS / "stories260K", MODELS / "llama2xs"
 OPENINGS = [
@@ -81,3 +81,19 @@ def draft_choices() -> np.ndarray:
 @pytest.mark.full
 def test_the_draft_agrees_as_often_as_measured():
     assert draft_choices().mean() == pytest.approx(AGREEMENT, abs=0.06)
+
+
+@pytest.mark.full
+def test_a_draft_of_another_family():
+    """SmolLM2, whose byte-level tokens are those of SentencePiece with other signs for a space and other ids."""
+    lm = target()
+    rows = lm.generate(
+        OPENINGS[:2],
+        max_new_tokens=24,
+        ignore_eos=True,
+        method="draft-model",
+        draft=SMOLLM2 / "SmolLM2-135M-Instruct.Q4_1.gguf",
+        num_draft_tokens=3,
+    )
+    assert [row.tokens for row in rows] == [tokens[:24] for tokens in plain()[:2]]
+    assert sum(row.statistics.num_accepted_tokens for row in rows) > 0

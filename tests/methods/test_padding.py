@@ -152,18 +152,6 @@ def test_a_head_with_fewer_rows_than_the_tokenizer_is_refused(tmp_path):
         model(PADDED).drafter("eagle", draft=written("eagle", 9, tmp_path))
 
 
-def test_other_tokenizers_are_refused_whatever_their_size():
-    other: Any = type("Other", (), {"same_vocabulary": lambda *_: False, "vocab_size": TOKENS})()
-    lm = model(TOKENS)
-    lm.tokenizer = other
-    with refused("another vocabulary than the target, of the same size"):
-        lm.drafter("draft-model", draft=model(TOKENS, tiny.SMALL))
-    larger = model(PADDED)
-    larger.tokenizer = other
-    with refused("vocabulary of 13 tokens, the target of 16, and another tokenizer"):
-        larger.drafter("draft-model", draft=model(TOKENS, tiny.SMALL))
-
-
 def tensors(**shapes: tuple[int, ...]) -> Tensors:
     found = Tensors()
     found |= {name: np.ones(shape, np.float32) for name, shape in shapes.items()}

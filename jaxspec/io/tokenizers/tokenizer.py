@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # which a caller finds both.
 _SHOWN = {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>"}
 _SHOWN |= {marker for pair in REASONING for marker in pair}
+# The roles of special tokens. The first one is what a token with several is compared by.
+_ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
 # A longer window is halved, so that the cost of a token does not grow with the text.
 _WINDOW = 64
 # The most bytes of a character before its last one.
@@ -399,6 +401,24 @@ class Tokenizer:
                 part = self.part(index) if REPLACEMENT in text else None
                 found[index] = (text.encode() if part is None else part) or None
         return found, added
+
+    def meanings(self) -> Iterator[tuple[bytes | str, int]]:
+        """Yields the meanings of tokens and their ids, to compare them with those of another tokenizer.
+
+        A token means its bytes inside a text, and a special one its role, such as eos_token, and its text. Of several
+        tokens with the same bytes, the one that texts have comes first.
+        """
+        for role in _ROLES:
+            text = self.special_tokens.get(role)
+            if isinstance(text, str) and (index := self.special_id(text)) is not None:
+                yield role, index
+        given, added = self.token_bytes()
+        for text, index in added.items():
+            yield text if index in self._skipped else text.encode(), index
+        # SentencePiece has a token for each byte, which a text has only where no other token fits.
+        for index in sorted(range(len(given)), key=self._byte_of.__contains__):
+            if (own := given[index]) is not None:
+                yield own, index
 
     def _read_part(self, index: int) -> bytes | None:
         if index in self._byte_of:
