@@ -63,11 +63,13 @@ def letters(directory, tokens: str, added: dict[str, bool], **named: str) -> Tok
 
 SPECIAL = dict.fromkeys(("<s>", "</s>", "<user>", "<other>"), True)
 ENDS = dict.fromkeys(("<user>", "<begin>", "<end>", "<mine>"), True)
+ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
+OTHERS = {"bos_token": "<begin>", "eos_token": "<end>"}
 
 
 def test_special_tokens_are_shared_by_role_or_text(tmp_path):
-    target = letters(tmp_path / "target", "a b", SPECIAL, bos_token="<s>", eos_token="</s>")
-    draft = letters(tmp_path / "draft", "b c", ENDS, bos_token="<begin>", eos_token="<end>")
+    target = letters(tmp_path / "target", "a b", SPECIAL, pad_token="<user>", **ROLES)
+    draft = letters(tmp_path / "draft", "b c", ENDS, pad_token="<end>", **OTHERS)
     ours, theirs = target._loaded.get_vocab(), draft._loaded.get_vocab()
     found = intersection(target, draft, target.vocab_size + 2, draft.vocab_size)
     expected = {"b": "b", "<s>": "<begin>", "</s>": "<end>", "<user>": "<user>"}

@@ -50,8 +50,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # which a caller finds both.
 _SHOWN = {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call|>", "<|/tool_call|>"}
 _SHOWN |= {marker for pair in REASONING for marker in pair}
-# The roles of special tokens. The first one is what a token with several is compared by.
-_ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
+# The roles by which special tokens are compared; the first one if a token has several. Padding is in no text, and may
+# have another role too.
+_ROLES = ("eos_token", "bos_token", "unk_token")
 # A longer window is halved, so that the cost of a token does not grow with the text.
 _WINDOW = 64
 # The most bytes of a character before its last one.
