@@ -15,7 +15,7 @@ from typing import Any
 
 import jaxspec
 from jaxspec.measuring.bench.timing import measure_runs
-from jaxspec.texts.results import Result
+from jaxspec.requests.results import Result
 
 TOKENS = 64
 

@@ -52,8 +52,8 @@ from jaxspec.measuring.bench.suite_options import Amount, Chat
 from jaxspec.measuring.bench.timing import measure_runs, warm_up
 from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
-from jaxspec.texts.results import Result, Statistics
-from jaxspec.texts.text import Token
+from jaxspec.requests.results import Result, Statistics
+from jaxspec.requests.text import Token
 
 RECORDS = "records.jsonl"
 FORMAT = "jaxspec.peers/1"
@@ -787,7 +787,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(found, indent=2))
         return INTERRUPTED if found["interrupted"] else 0
 
-    return frame.run("benchmarks.peers", Options, run, argv)
+    return frame.run_command("benchmarks.peers", Options, run, argv)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Results:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    return frame.run("benchmarks.results", Results, Results.run, argv)
+    return frame.run_command("benchmarks.results", Results, Results.run, argv)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxspec.console import frame
 from jaxspec.costs.rounds import DraftCost, StepCosts, kinds, predicted_speedup
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.heads.eagle.network import usual_eagle3
 from jaxspec.host.files import read_json
 from jaxspec.measuring.accelerators import Topology, parse_topology
@@ -149,7 +149,9 @@ def eagle3(shape: str) -> DraftCost:
 
     def make() -> int:
         head = jax.tree.map(jnp.zeros, usual_eagle3(SHAPES[shape]).shapes, is_leaf=is_shape)
-        found.append(Eagle3().cost(model_shape(None, shape).loaded(jnp.bfloat16), Autoregressive(), head))
+        found.append(
+            Eagle3().cost(model_shape(None, shape).loaded(jnp.bfloat16), AutoregressiveDrafter(), head)
+        )
         return 0
 
     jax.eval_shape(make)
@@ -230,7 +232,7 @@ class Speeds:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    return frame.run("benchmarks.speeds", Speeds, Speeds.run, argv)
+    return frame.run_command("benchmarks.speeds", Speeds, Speeds.run, argv)
 
 
 if __name__ == "__main__":

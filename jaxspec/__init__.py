@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel, load
     from jaxspec.io.embedded import embedded_model
     from jaxspec.methods import METHODS
-    from jaxspec.texts.generation_options import GenerationOptions
-    from jaxspec.texts.results import Piece, Result, Score, Statistics
-    from jaxspec.texts.text import Token
+    from jaxspec.requests.generation_options import GenerationOptions
+    from jaxspec.requests.results import Piece, Result, Score, Statistics
+    from jaxspec.requests.text import Token
 
 __all__ = [
     "METHODS",
@@ -31,10 +31,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "jaxspec.engine.conversation": ("Conversation",),
-    "jaxspec.texts.generation_options": ("GenerationOptions",),
+    "jaxspec.requests.generation_options": ("GenerationOptions",),
     "jaxspec.engine.language_model": ("LanguageModel", "load"),
-    "jaxspec.texts.results": ("Piece", "Result", "Score", "Statistics"),
-    "jaxspec.texts.text": ("Token",),
+    "jaxspec.requests.results": ("Piece", "Result", "Score", "Statistics"),
+    "jaxspec.requests.text": ("Token",),
     "jaxspec.io.embedded": ("embedded_model",),
     "jaxspec.methods": ("METHODS",),
 }

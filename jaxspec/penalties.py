@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.grammars import Grammars
+from jaxspec.allowed_tokens import Grammars
 from jaxspec.model.control import run_if
 from jaxspec.model.tree import Tree
 from jaxspec.sampling import is_finite
@@ -54,7 +54,7 @@ class Penalties:
     grammar: Grammars | None = None
     longest_ngram: int = struct.field(pytree_node=False, default=0)
 
-    def of(self, live: jax.Array, state: jax.Array) -> Penalties:
+    def for_live(self, live: jax.Array, state: jax.Array) -> Penalties:
         """Returns the penalties with the grammars in these states, int32[B].
 
         Rows that are not live, bool[B], have none, so that they take no time.
@@ -69,7 +69,7 @@ class Penalties:
             presence=kept(self.presence, 0.0),
             frequency=kept(self.frequency, 0.0),
             until=None if self.until is None else jnp.where(live[:, None], self.until, 0),
-            grammar=None if self.grammar is None else self.grammar.of(live, state),
+            grammar=None if self.grammar is None else self.grammar.for_live(live, state),
         )
 
     def active(self, length: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.grammars import Grammars
+from jaxspec.allowed_tokens import Grammars
 from jaxspec.model.cache import KVCache
 from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.model.plan import LayerPlan

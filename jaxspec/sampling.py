@@ -51,7 +51,7 @@ class Distribution(Protocol):
     @property
     def drawing(self) -> bool | jax.Array: ...
 
-    def of(self, live: jax.Array) -> Distribution: ...
+    def for_live(self, live: jax.Array) -> Distribution: ...
 
 
 @jax.named_scope("sampling")
@@ -119,7 +119,7 @@ class Greedy:
         """Returns False: no row is sampled."""
         return False
 
-    def of(self, live: jax.Array) -> Greedy:
+    def for_live(self, live: jax.Array) -> Greedy:
         """Returns the distribution itself."""
         return self
 
@@ -192,7 +192,7 @@ class Sampling:
         """Returns whether some row is sampled, bool[]."""
         return jnp.any(self.temperature > 0)
 
-    def of(self, live: jax.Array) -> Sampling:
+    def for_live(self, live: jax.Array) -> Sampling:
         """Returns the distribution in which rows that are not live, bool[B], are greedy, so that they take no time."""
         return dataclasses.replace(self, temperature=jnp.where(live, self.temperature, 0.0))
 

@@ -162,7 +162,7 @@ class AdaptiveGamma:
 
     A round changes γ by (1 − β2)·ε = 0.001, so γ hardly changes within a short text. Here each text starts from γ0. The
     authors of Draft & Verify, and the evaluations of ASD and AdaSPEED, start each text from the final γ of the text
-    before. To reproduce this, generate the texts one after another, and pass `texts.results.Result.gamma` of one text,
+    before. To reproduce this, generate the texts one after another, and pass `Result.gamma` of one text,
     clipped to [0, 1], to the next. As in the paper, γ is not bounded within a text: below 0 it never stops a draft, and
     above 1 it stops every draft after its first token.
 

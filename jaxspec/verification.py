@@ -122,7 +122,7 @@ def verify_tree(inputs: Inputs) -> Verified:
     """Runs the target over the pending token (row 0, the root) and the nodes, and accepts a path from the root."""
     proposal, pending, depth = inputs.proposal, inputs.view.pending, inputs.drafter.num_draft_tokens
     assert proposal.parents is not None
-    tree = Tree.of(proposal.parents, depth)
+    tree = Tree.from_parents(proposal.parents, depth)
 
     def run(width: int, cache: KVCache) -> Verified:
         drafts, branches = _first(proposal, width - 1), tree.first(width)
@@ -179,7 +179,7 @@ def run_target(
     rows = None if tree is None else tree.rows(done, count)
     if beside is not None:
         hidden = jnp.concatenate([hidden, llama.embed(config, target, beside.tokens)], axis=1)
-        weights, rows = beside.params, Tree.of(beside.shape, beside.shape.depth)
+        weights, rows = beside.params, Tree.from_parents(beside.shape, beside.shape.depth)
     aux_hidden_states = None
     if count:
         hidden, aux_hidden_states, cache, _ = llama.run_with_aux(
@@ -301,7 +301,7 @@ def trimmed(proposal: Proposal, budget: jax.Array, depth: int, states: jax.Array
             count = jnp.minimum(count, jnp.sum(jnp.cumprod(possible >= 0, axis=1), axis=1))
         return dataclasses.replace(proposal, count=count)
     node = jnp.arange(proposal.tokens.shape[1])[None]
-    tree = Tree.of(proposal.parents, depth)
+    tree = Tree.from_parents(proposal.parents, depth)
     useful = tree.depth[:, 1:] <= budget[:, None]
     if states is not None:
         parent = jnp.broadcast_to(tree.parent, states.shape)[:, 1:]
@@ -320,7 +320,7 @@ def num_verified(proposal: Proposal, depth: int, count: jax.Array, acceptance: A
     if proposal.parents is None:
         return jnp.where(cut, count, proposal.count)
     there = proposal.tokens >= 0
-    before_end = Tree.of(proposal.parents, depth).depth[:, 1:] <= count[:, None]
+    before_end = Tree.from_parents(proposal.parents, depth).depth[:, 1:] <= count[:, None]
     return jnp.sum(there & (before_end | ~cut[:, None]), axis=1)
 
 

@@ -516,7 +516,7 @@ def _config(path: Path) -> None:
 
 
 def _metrics(path: Path) -> None:
-    assert metrics.read(path.parent) == [{"step": 2, "loss": 1.0}]
+    assert metrics.read_metrics(path.parent) == [{"step": 2, "loss": 1.0}]
 
 
 def _checkpoint(path: Path) -> None:
@@ -558,9 +558,9 @@ def _probes() -> dict[str, bytes]:
 
 # For each kind: the file's name, its contents, and its reader.
 KINDS: dict[str, tuple[str, Callable[[], dict[str, bytes]], Reader]] = {
-    "torch": ("pytorch_model.bin", torch_files, torch_file.read),
+    "torch": ("pytorch_model.bin", torch_files, torch_file.read_torch),
     "gguf": ("model.gguf", gguf_files, _gguf),
-    "safetensors": ("model.safetensors", safetensors_files, io_tensors.read),
+    "safetensors": ("model.safetensors", safetensors_files, io_tensors.read_tensors),
     "config": ("config.json", lambda: JSON, _config),
     "index": (
         "model.safetensors.index.json",

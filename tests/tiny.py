@@ -17,34 +17,34 @@ import numpy as np
 
 from jaxspec.costs.prices import simple_prices
 from jaxspec.decoding import Parts
-from jaxspec.drafting.asd_drafter import ASD
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
-from jaxspec.drafting.choosing_drafter import Choosing, widths_of
-from jaxspec.drafting.clasp_drafter import CLaSp
-from jaxspec.drafting.draft_model_drafter import DraftModel
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
-from jaxspec.drafting.grammar_drafter import Grammatical
-from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.asd_drafter import ASDDrafter
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
+from jaxspec.drafting.choosing_drafter import ChoosingDrafter, widths_of
+from jaxspec.drafting.clasp_drafter import CLaSpDrafter
+from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
+from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
+from jaxspec.drafting.grammar_drafter import GrammarDrafter
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.drafting.lookup import BREAK, LookupDrafter
-from jaxspec.drafting.ngram_drafter import NGram
-from jaxspec.drafting.s2d_drafter import S2D
-from jaxspec.drafting.suffix_drafter import Suffix
-from jaxspec.drafting.token_recycling_drafter import TokenRecycling
+from jaxspec.drafting.ngram_drafter import NGramDrafter
+from jaxspec.drafting.s2d_drafter import S2DDrafter
+from jaxspec.drafting.suffix_drafter import SuffixDrafter
+from jaxspec.drafting.token_recycling_drafter import TokenRecyclingDrafter
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.heads.dflash.drafter import DFlash
+from jaxspec.heads.dflash.drafter import DFlashDrafter
 from jaxspec.heads.dflash.network import DFlashConfig
-from jaxspec.heads.dspark.drafter import DSpark
+from jaxspec.heads.dspark.drafter import DSparkDrafter
 from jaxspec.heads.dspark.network import DSparkConfig
-from jaxspec.heads.eagle.drafter import Eagle
+from jaxspec.heads.eagle.drafter import EagleDrafter
 from jaxspec.heads.eagle.network import EagleConfig
-from jaxspec.heads.hydra.drafter import Hydra
+from jaxspec.heads.hydra.drafter import HydraDrafter
 from jaxspec.heads.hydra.network import HydraConfig
-from jaxspec.heads.kangaroo.drafter import Kangaroo
+from jaxspec.heads.kangaroo.drafter import KangarooDrafter
 from jaxspec.heads.kangaroo.network import KangarooConfig
-from jaxspec.heads.medusa.drafter import Medusa
+from jaxspec.heads.medusa.drafter import MedusaDrafter
 from jaxspec.heads.medusa.network import MedusaConfig
-from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
+from jaxspec.heads.uno.drafter import UnoDrafter, UnoSinglePassDrafter
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.io.tokenizers.intersection import Intersection
 from jaxspec.loading.drafts import fitted
@@ -233,9 +233,9 @@ class Case:
         return tuple(RULES) if self.has_rule else ("-",)
 
 
-def suffix(**changes: Any) -> Suffix:
+def suffix(**changes: Any) -> SuffixDrafter:
     """Returns a drafter of the most frequent continuation."""
-    return Suffix(min_prob=jnp.float32(0.1), factor=jnp.float32(1), num_draft_tokens=K, **changes)
+    return SuffixDrafter(min_prob=jnp.float32(0.1), factor=jnp.float32(1), num_draft_tokens=K, **changes)
 
 
 def _referring(make: Callable[..., Any], family: str) -> Case:
@@ -250,7 +250,7 @@ def _referring(make: Callable[..., Any], family: str) -> Case:
 
 def _recycling(parents: tuple[int, ...], ranks: tuple[int, ...], **changes: Any) -> Case:
     """Returns the case of token recycling with the top 3 tokens after each token."""
-    made = TokenRecycling(Shape(parents, ranks), num_top_tokens=3)
+    made = TokenRecyclingDrafter(Shape(parents, ranks), num_top_tokens=3)
     return Case(lambda config, rule: (made, None), family="token-recycling", has_rule=False, **changes)
 
 
@@ -262,7 +262,7 @@ def narrow(config: LlamaConfig, num_layers: int) -> LlamaConfig:
 
 def _draft_model(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     small = narrow(config, 1)
-    return DraftModel(small, rule, K), params(small)
+    return DraftModelDrafter(small, rule, K), params(small)
 
 
 def _pairs(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -272,12 +272,12 @@ def _pairs(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _quantised(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Returns the target in 4 bits as its draft, which is sometimes wrong."""
-    return DraftModel(config, rule, K), quantise(config, params(config), bits=4)
+    return DraftModelDrafter(config, rule, K), quantise(config, params(config), bits=4)
 
 
 def _asd(config: LlamaConfig, rule: Any, shared: bool = False) -> tuple[Any, Any]:
     # With these numbers, the tests' prompts have two different masks.
-    return ASD(config, jnp.float32(0.84), jnp.int32(2), jnp.int32(0), rule, K, shared), None
+    return ASDDrafter(config, jnp.float32(0.84), jnp.int32(2), jnp.int32(0), rule, K, shared), None
 
 
 def _asd_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -287,7 +287,7 @@ def _asd_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _draft_verify(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    return DraftVerify(config, LayerPlan.skipping(config.num_layers, [1], [0]).traced(), rule, K), None
+    return DraftVerifyDrafter(config, LayerPlan.skipping(config.num_layers, [1], [0]).traced(), rule, K), None
 
 
 def _draft_verify_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -296,11 +296,11 @@ def _draft_verify_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _clasp(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    return CLaSp(config, 1, jnp.int32(2), rule, K), None
+    return CLaSpDrafter(config, 1, jnp.int32(2), rule, K), None
 
 
 def _layerskip(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    return LayerSkip(config, 1, rule, K), None
+    return LayerSkipDrafter(config, 1, rule, K), None
 
 
 def _thresholds(config: LlamaConfig) -> tuple[float, float]:
@@ -310,13 +310,13 @@ def _thresholds(config: LlamaConfig) -> tuple[float, float]:
 
 def _s2d(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     layers = narrow(config, 3)
-    return S2D(layers, (1, 2, 3), jnp.float32(_thresholds(config)), rule, K), params(layers)
+    return S2DDrafter(layers, (1, 2, 3), jnp.float32(_thresholds(config)), rule, K), params(layers)
 
 
-def choosing(config: LlamaConfig, candidates: tuple[Any, ...], **changes: Any) -> Choosing:
+def choosing(config: LlamaConfig, candidates: tuple[Any, ...], **changes: Any) -> ChoosingDrafter:
     """Returns a drafter that chooses among candidates; a draft token of a model costs 0.25 steps, a row 0.05.
 
-    `changes`: `cost`, `row_cost`, and `accept` of the models, one for all or one for each; or fields of `Choosing`.
+    `changes`: `cost`, `row_cost`, and `accept` of the models, one for all or one for each; or fields of the drafter.
     """
     cost, row_cost, accept = (
         changes.pop(name, n) for name, n in (("cost", 0.25), ("row_cost", 0.05), ("accept", 0.75))
@@ -328,10 +328,10 @@ def choosing(config: LlamaConfig, candidates: tuple[Any, ...], **changes: Any) -
     known = tuple((0.5, 0.75) if copy else next(each) for copy in copies)
     longest = max(one.num_draft_tokens for one in turns)
     prices = simple_prices(widths_of(turns), longest, costs, row_cost, known)
-    return Choosing(config, turns, prices, **{"memory": jnp.float32(0.95), **changes})
+    return ChoosingDrafter(config, turns, prices, **{"memory": jnp.float32(0.95), **changes})
 
 
-def draft_cost(hybrid: Choosing) -> float:
+def draft_cost(hybrid: ChoosingDrafter) -> float:
     """Returns the cost of a draft token of the second candidate, in plain steps."""
     return float(hybrid.prices.draft[0, 1, 1, 0])
 
@@ -369,7 +369,7 @@ def _among(
 
 def _s2d_target(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     exits, sure = (1, config.num_layers - 1), jnp.float32(_thresholds(config)[:1])
-    return S2D(config, exits, sure, rule, K, sorted_target=True), None
+    return S2DDrafter(config, exits, sure, rule, K, sorted_target=True), None
 
 
 def _head_block(config: LlamaConfig, num_layers: int = 1) -> LlamaConfig:
@@ -405,7 +405,7 @@ def _eagle(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     head = eagle_head(config)
     own = dict(head_params(head))
     handed_on = jnp.eye(config.hidden_size, 2 * config.hidden_size)
-    return Eagle(config, head, rule, K), own | {
+    return EagleDrafter(config, head, rule, K), own | {
         "fc": handed_on + 0.2 * own["fc"],
         "fc_bias": 0.2 * own["fc_bias"],
     }
@@ -437,7 +437,7 @@ def _eagle3(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     head = eagle3_head(config, head_size=len(ids))
     own = dict(head_params(head))
     few = Vocabulary(own.pop("head"), ids, config.vocab_size)
-    return Eagle(config, head, rule, K), {**own, "vocabulary": few}
+    return EagleDrafter(config, head, rule, K), {**own, "vocabulary": few}
 
 
 def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -445,21 +445,21 @@ def _eagle3_flags(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     head = eagle3_head(
         config, 2, aux_norm="each", residual_is_normed=True, output_is_normed=True, own_embedding=True
     )
-    return Eagle(config, head, rule, K), head_params(head)
+    return EagleDrafter(config, head, rule, K), head_params(head)
 
 
 def _kangaroo(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Over two of every three tokens."""
     head = KangarooConfig(config.block())
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
-    return Kangaroo(config, head, 1, rule, K), {**head_params(head), "vocabulary": few}
+    return KangarooDrafter(config, head, 1, rule, K), {**head_params(head), "vocabulary": few}
 
 
 def _medusa(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Returns Medusa heads with output rows of their own, over two of every three tokens."""
     ids = some_tokens(config.vocab_size)
     head = MedusaConfig(config.hidden_size, K, head_size=len(ids), own_heads=True)
-    return Medusa(config, head, rule, K), head_params(head) | {
+    return MedusaDrafter(config, head, rule, K), head_params(head) | {
         "vocabulary": Vocabulary(None, ids, config.vocab_size)
     }
 
@@ -478,7 +478,7 @@ def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         first |= {"residual": handed_on, "linear": 0.1 * first["linear"]}
         matrix = target["embed"] if config.tie_embeddings else target["head"]
         heads.append({**one, "blocks": [first, *one["blocks"][1:]], "head": matrix})
-    return Hydra(config, head, rule, K), own | {"heads": heads}
+    return HydraDrafter(config, head, rule, K), own | {"heads": heads}
 
 
 def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -487,7 +487,7 @@ def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     layers = config.block(num_layers=2, qk_norm=True, sliding_windows=windows)
     head = DFlashConfig(layers, (1, "final"), K + 2, mask_id=3)
     few = llama.vocabulary(config, params(config), some_tokens(config.vocab_size))
-    return DFlash(config, head, rule, K), {**head_params(head), "vocabulary": few}
+    return DFlashDrafter(config, head, rule, K), {**head_params(head), "vocabulary": few}
 
 
 def _dspark(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -497,7 +497,7 @@ def _dspark(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     head = DSparkConfig(of.block, of.aux_layers, K, of.mask_id, rank=5)
     own = head_params(head)
     own |= {"markov_out": own["markov_out"][few.ids], "vocabulary": few}
-    return DSpark(config, head, rule, K), own
+    return DSparkDrafter(config, head, rule, K), own
 
 
 def _dflash_windows(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -509,13 +509,13 @@ def _dflash_windows(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _uno(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     head = UnoConfig(config.plain, 4, 2.0, (1, config.vocab_size))
-    return Uno(config, head, rule, K), head_params(head)
+    return UnoDrafter(config, head, rule, K), head_params(head)
 
 
 def _uno_single_pass(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     """Returns a drafter of two tokens, whose verification has nine rows."""
     drafter, own = _uno(config, rule)
-    return UnoSinglePass(config, drafter.head, rule, 2), own
+    return UnoSinglePassDrafter(config, drafter.head, rule, 2), own
 
 
 def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
@@ -545,7 +545,7 @@ def exact_head(kind: str) -> tuple[Any, llama.Params, llama.Params]:
             first["out"][4 * head + one, 8 * head + one] = 1
         own["head"], own["norm"] = matrix, np.full(width, 0.5**0.5)
     made = [jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree) for tree in (target, own)]
-    return Eagle(TARGET, config, num_draft_tokens=K), made[0], made[1]
+    return EagleDrafter(TARGET, config, num_draft_tokens=K), made[0], made[1]
 
 
 def exact_hydra() -> tuple[Any, llama.Params, llama.Params]:
@@ -558,7 +558,7 @@ def exact_hydra() -> tuple[Any, llama.Params, llama.Params]:
         wide = (number + 2) * width
         one["blocks"][0]["residual"] = jnp.eye(width, wide, k=wide - width)
         one["head"] = target["head"]
-    return Hydra(TARGET, config, num_draft_tokens=K), target, own
+    return HydraDrafter(TARGET, config, num_draft_tokens=K), target, own
 
 
 def some_tokens(size: int) -> jax.Array:
@@ -606,21 +606,21 @@ def _other_vocabulary(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return drafter, fitted(draft, shared, jax.devices()[0]).params
 
 
-_ngram = functools.partial(NGram, num_draft_tokens=K + 1)
+_ngram = functools.partial(NGramDrafter, num_draft_tokens=K + 1)
 INT8_CACHE = dataclasses.replace(TARGET, kv_cache_dtype="int8")
 # A new drafter is one row here. The last one of a family is its usual form.
 DRAFTERS: dict[str, Case] = {
     "autoregressive": Case(
-        lambda config, rule: (Autoregressive(), None), ("autoregressive",), has_rule=False
+        lambda config, rule: (AutoregressiveDrafter(), None), ("autoregressive",), has_rule=False
     ),
     "autoregressive-in-turns": Case(
-        lambda config, rule: (Autoregressive(K), None), family="autoregressive", has_rule=False
+        lambda config, rule: (AutoregressiveDrafter(K), None), family="autoregressive", has_rule=False
     ),
-    "grammar": Case(lambda config, rule: (Grammatical(K), None), ("grammar",), "ngram", has_rule=False),
+    "grammar": Case(lambda config, rule: (GrammarDrafter(K), None), ("grammar",), "ngram", has_rule=False),
     "ngram": Case(
-        lambda config, rule: (NGram(num_draft_tokens=K), None), ("ngram",), "ngram", has_rule=False
+        lambda config, rule: (NGramDrafter(num_draft_tokens=K), None), ("ngram",), "ngram", has_rule=False
     ),
-    "ngram-reference": _referring(functools.partial(NGram, num_draft_tokens=K), "ngram"),
+    "ngram-reference": _referring(functools.partial(NGramDrafter, num_draft_tokens=K), "ngram"),
     "suffix": Case(lambda config, rule: (suffix(), None), ("suffix",), "suffix", has_rule=False),
     "suffix-reference": _referring(suffix, "suffix"),
     "token-recycling-chain": _recycling((-1, 0, 1), (0, 0, 0)),
@@ -640,7 +640,10 @@ DRAFTERS: dict[str, Case] = {
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-model-other-vocab": Case(_other_vocabulary, family="draft-model"),
     "draft-exit": Case(
-        lambda config, rule: (DraftModel(config.truncated(1), rule, K), llama.truncate(params(config), 1)),
+        lambda config, rule: (
+            DraftModelDrafter(config.truncated(1), rule, K),
+            llama.truncate(params(config), 1),
+        ),
         family="draft-model",
     ),
     "quantised": Case(_quantised, ("quantised",), "draft-model"),
@@ -657,7 +660,7 @@ DRAFTERS: dict[str, Case] = {
     "draft-verify": Case(_draft_verify, ("draft-verify",), "draft-verify", DEEP),
     "layerskip-vocab": over_some_tokens(_layerskip, family="layerskip", config=DEEP),
     "layerskip-late": Case(
-        lambda config, rule: (LayerSkip(config, config.num_layers - 1, rule, K), None),
+        lambda config, rule: (LayerSkipDrafter(config, config.num_layers - 1, rule, K), None),
         family="layerskip",
         config=DEEP,
     ),

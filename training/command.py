@@ -20,14 +20,14 @@ Options = TypeVar("Options")
 AnyOptions = TypeVar("AnyOptions", bound=RunOptions)
 
 
-def run(
+def run_command(
     module: str,
     options: type[Options],
     work: Callable[[Options, Console], int | None],
     arguments: Sequence[str] | None = None,
     read: frame.Read = parse,
 ) -> int:
-    """Runs a command `python -m module`; see `jaxspec.console.frame.run`, also for the exit status.
+    """Runs a command `python -m module`; see `jaxspec.console.frame.run_command`, also for the exit status.
 
     Args:
       module: its full name.
@@ -38,7 +38,7 @@ def run(
     """
     jax_settings.keep_needed()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    return frame.run(module, options, lambda given: work(given, console), arguments, read)
+    return frame.run_command(module, options, lambda given: work(given, console), arguments, read)
 
 
 def typed(module: str, arguments: Sequence[str] | None) -> str:

@@ -104,7 +104,9 @@ def export(
         weights += f"; the held-out losses are those of the weights{of}"
     start = None if options["start"] == SCRATCH else options["start"]
     use = card.use_of_job(record, start, output)
-    text = card.write(output.name, config, record, metrics.read(run), step, measured, texts, weights, use)
+    text = card.write(
+        output.name, config, record, metrics.read_metrics(run), step, measured, texts, weights, use
+    )
     files.write_atomic(output / "README.md", text)
     return f"{line} in {duration(time.monotonic() - begin)}"
 
@@ -121,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(options: Options, console: Console) -> None:
         console.print(export(options.run, options.output, options.samples, console.print, options.dtype))
 
-    return command.run("training.export", Options, work, arguments, parse_plain)
+    return command.run_command("training.export", Options, work, arguments, parse_plain)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main(
 
     Returns:
       the exit status: 0, also when --minutes are over; 128 plus the signal's number if a signal ended training; see
-      `training.command.run` for errors.
+      `training.command.run_command` for errors.
     """
 
     def train(options: Options, typed: str, console: Console) -> int:

@@ -70,7 +70,7 @@ def _write_texts(options: Options, console: Console) -> int:
     lm = prompt_options.load_model(options.model, options.mesh)
     if lm.tokenizer is None:
         raise ValueError(f"{lm.name} has no tokenizer, and prompts are texts; give a model that has one")
-    training, held_out = prompt_options.read(options, console.print)
+    training, held_out = prompt_options.read_documents(options, console.print)
     documents = {kind: [*part, *held_out[kind]] for kind, part in training.items()}
     begun, context = {}, lm.config.context_length
     chosen = prompt_options.choose(documents, options, options.prompts)
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(options: Options, console: Console) -> None:
         console.print(f"wrote {write_texts(options, console):,} texts to {options.output}")
 
-    return command.run("training.own_text", Options, work, arguments)
+    return command.run_command("training.own_text", Options, work, arguments)
 
 
 if __name__ == "__main__":

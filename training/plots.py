@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(options: Options, console: Console) -> None:
         console.print("wrote " + ", ".join(map(str, curves.draw(options.run))))
 
-    return command.run("training.plots", Options, work, arguments, parse_plain)
+    return command.run_command("training.plots", Options, work, arguments, parse_plain)
 
 
 if __name__ == "__main__":

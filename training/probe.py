@@ -208,7 +208,7 @@ def train(options: Options, console: Console) -> None:
     if options.output is not None:
         outputs.check_beside(options.output, find_model(options.model))
     lm = prompt_options.load_model(options.model, options.mesh)
-    documents = prompt_options.read(options, console.print)
+    documents = prompt_options.read_documents(options, console.print)
     counts = (options.prompts, options.held_out_prompts)
     training, held_out = (
         [prompt_options.beginning(one, options, lm) for one in prompt_options.choose(part, options, count)]
@@ -222,7 +222,7 @@ def train(options: Options, console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    return command.run("training.probe", Options, train, arguments)
+    return command.run_command("training.probe", Options, train, arguments)
 
 
 if __name__ == "__main__":

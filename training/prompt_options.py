@@ -78,7 +78,7 @@ def load_model(
     return load(model, dtype=dtype, mesh=where)
 
 
-def read(options: PromptOptions, report: Callable[[str], None]) -> tuple[Kinds, Kinds]:
+def read_documents(options: PromptOptions, report: Callable[[str], None]) -> tuple[Kinds, Kinds]:
     """Reads training and held-out documents by task type, with conversations in the model's own chat template.
 
     Raises:

@@ -65,7 +65,7 @@ def main(
     def work(options: Options, console: Console) -> int:
         return train(command.joined(options), command.typed(module, arguments), console)
 
-    return command.run(module, kind, work, arguments)
+    return command.run_command(module, kind, work, arguments)
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ class Papers:
 
         module = importlib.import_module(f"benchmarks.papers.{self.paper}")
         if self.counts is not None:
-            found = counts.read(Path(self.counts))
+            found = counts.read_counts(Path(self.counts))
             if found.paper != self.paper:
                 raise ValueError(f"{self.counts} has the counts of paper {found.paper}; give that name")
         else:
@@ -144,8 +144,8 @@ def _words(figure: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status, see `jaxspec.console.frame.run`."""
-    return frame.run("benchmarks.papers", Papers, Papers.run, argv)
+    """Runs the command; returns the exit status, see `jaxspec.console.frame.run_command`."""
+    return frame.run_command("benchmarks.papers", Papers, Papers.run, argv)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jaxspec.costs.rounds import DraftCost
 from jaxspec.methods import AdaSPEED, AdaSPEEDProbe, LayerSkip
 from jaxspec.methods.base import share_of_step
 from jaxspec.protocol import Outcome, Signal, State, StopRule
-from jaxspec.texts.results import Result
+from jaxspec.requests.results import Result
 
 CONSTANT, STOP, PRODUCT, PROBE = (
     "LayerSkip, best constant",

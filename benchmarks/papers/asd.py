@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from benchmarks.papers.counts import FREE, Bench, Case, Claim, Counting, Counts, Paper, Table, choose
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
+from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.tuning import asd_sweep
 from jaxspec.measuring.tuning.mask_search import search
@@ -19,7 +19,7 @@ from jaxspec.measuring.tuning.texts import prepare_texts
 from jaxspec.measuring.tuning.tuning_options import SearchOptions
 from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
-from jaxspec.texts.results import Result
+from jaxspec.requests.results import Result
 
 SEARCHED, PRINTED, TUNED = "Draft & Verify", "ASD, the paper's numbers", "ASD, tuned"
 # Milliseconds of an attention and an MLP sublayer of Llama-2-13B on a V100 (the paper's Table 1), and its head's share
@@ -141,7 +141,7 @@ class Masks:
     def _count(self, prompt: tuple[int, ...], plan: LayerPlan) -> tuple[Result, Sequence[float]]:
         """Counts a text; each draft pass runs the shares of the attention and MLP sublayers that the mask keeps."""
         result = self._bench.generate(
-            prompt, DraftVerify(self._bench.lm.config, plan.traced(), num_draft_tokens=K)
+            prompt, DraftVerifyDrafter(self._bench.lm.config, plan.traced(), num_draft_tokens=K)
         )
         drafted = result.statistics.num_draft_tokens
         return result, [drafted * float(share) for share in (*np.mean(plan.run, axis=0), 1.0)]

@@ -24,7 +24,7 @@ from jaxspec.measuring.bench.prompt_files import encoded, in_turn, own_tasks, re
 from jaxspec.measuring.bench.prompts import Split
 from jaxspec.measuring.bench.speed import spread, weights
 from jaxspec.measuring.line_log import LineLog
-from jaxspec.texts.results import Result
+from jaxspec.requests.results import Result
 
 FORMAT = "jaxspec.paper-counts/1"
 # The column of costs at which a pass costs the bytes of the weights that it reads, for any number of rows.
@@ -115,7 +115,7 @@ def _weights(kinds: tuple[str, ...]) -> np.ndarray:
     return weights(kinds)
 
 
-def read(path: Path) -> Counts:
+def read_counts(path: Path) -> Counts:
     """Reads stored counts.
 
     Raises:

@@ -13,15 +13,15 @@ from flax import struct
 
 from benchmarks.papers.counts import FREE, Bench, Case, Claim, Counting, Counts, Paper, Table, choose
 from jaxspec.costs.rounds import DraftCost
-from jaxspec.drafting.draft_model_drafter import DraftModel as Separate
-from jaxspec.drafting.s2d_drafter import S2D
+from jaxspec.drafting.draft_model_drafter import DraftModelDrafter as Separate
+from jaxspec.drafting.s2d_drafter import S2DDrafter
 from jaxspec.measuring.tuning.s2d_sweep import s2d_grid, sorted_draft
 from jaxspec.methods import DraftModel
 from jaxspec.methods.base import layers_of, share_of_step
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
+from jaxspec.requests.results import Result
 from jaxspec.stopping import AdaptiveLength, Constant
-from jaxspec.texts.results import Result
 
 SORTED, SFT, SINGLE = "S2D", "SFT + SD", "best single exit"
 ALONE = FIRST, MIDDLE, LAST = "first exit alone", "middle exit alone", "last exit alone"
@@ -70,13 +70,13 @@ _seen: dict[str, np.ndarray] = {}
 
 
 @struct.dataclass
-class Tallied(S2D):
+class Tallied(S2DDrafter):
     """S2D that counts the exits of its draft steps, in `_seen`."""
 
     def _step(
         self, draft: Any, start: jax.Array, carry: Any, token: jax.Array, i: jax.Array, active: jax.Array
     ) -> Any:
-        logits, hidden, (cache, waiting) = S2D._step(self, draft, start, carry, token, i, active)
+        logits, hidden, (cache, waiting) = S2DDrafter._step(self, draft, start, carry, token, i, active)
         assert isinstance(cache, KVCache)
         here = (start + i)[:, None]
         reached = jnp.stack([jnp.asarray(self._is_reached(number)) for number in range(len(self.exits))])
@@ -86,7 +86,7 @@ class Tallied(S2D):
     def _is_sure(self, logits: jax.Array, number: int) -> jax.Array:
         # Called for each head that a token looks at, not for exits that only free the slots of waiting tokens.
         jax.debug.callback(_look)
-        return S2D._is_sure(self, logits, number)
+        return S2DDrafter._is_sure(self, logits, number)
 
 
 def _deepest(ran: np.ndarray) -> None:
@@ -169,7 +169,7 @@ def case(exits: Sequence[int], thresholds: Sequence[float]) -> Case:
     return Case(SORTED, f"τ {', '.join(f'{one:g}' for one in thresholds)}, schedule")
 
 
-def _columns(bench: Bench, drafter: S2D, params: Any) -> dict[str, Sequence[float]]:
+def _columns(bench: Bench, drafter: S2DDrafter, params: Any) -> dict[str, Sequence[float]]:
     """Returns the prices of a draft step by its deepest exit, and of a head."""
     target, exits = bench.lm.loaded, drafter.exits
     depth = target.config.num_layers
@@ -185,15 +185,17 @@ def _columns(bench: Bench, drafter: S2D, params: Any) -> dict[str, Sequence[floa
     return found
 
 
-def _count(bench: Bench, settings: Mapping[Case, Setting], drafter: S2D, parts: str) -> dict[str, Any]:
+def _count(bench: Bench, settings: Mapping[Case, Setting], drafter: S2DDrafter, parts: str) -> dict[str, Any]:
     return bench.count("tuning", _countings(bench, settings, drafter), parts)
 
 
-def _countings(bench: Bench, settings: Mapping[Case, Setting], drafter: S2D) -> dict[Case, Counting]:
+def _countings(bench: Bench, settings: Mapping[Case, Setting], drafter: S2DDrafter) -> dict[Case, Counting]:
     return {one: functools.partial(count, bench, drafter, setting) for one, setting in settings.items()}
 
 
-def count(bench: Bench, made: S2D, setting: Setting, prompt: Sequence[int]) -> tuple[Result, Sequence[float]]:
+def count(
+    bench: Bench, made: S2DDrafter, setting: Setting, prompt: Sequence[int]
+) -> tuple[Result, Sequence[float]]:
     """Counts the draft steps of a text by their deepest exit, and the heads."""
     drafter = Tallied(
         made.config,

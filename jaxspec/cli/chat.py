@@ -168,7 +168,7 @@ class _Chat:
         raise ValueError(f"unknown command {name!r}; {meant}/help lists the commands")
 
     def _answer(self, text: str) -> None:
-        from jaxspec.texts.text import row_text
+        from jaxspec.requests.text import row_text
 
         pieces = self._conversation.stream(text)
         stops = self._options.stops, self._options.stop_token_ids

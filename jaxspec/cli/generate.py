@@ -18,8 +18,8 @@ from jaxspec.host.progress import Progress, hidden
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
-    from jaxspec.texts.results import Piece, Result, Statistics
-    from jaxspec.texts.text import RowText, Token
+    from jaxspec.requests.results import Piece, Result, Statistics
+    from jaxspec.requests.text import RowText, Token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class _Output:
         } | self._explanation()
 
     def _likeliest(self, token: Token) -> list[dict[str, Any]]:
-        from jaxspec.texts.text import likeliest  # imports tokenizers, which takes a while
+        from jaxspec.requests.text import likeliest  # imports tokenizers, which takes a while
 
         return likeliest(token, self._lm.tokenizer)
 

@@ -351,7 +351,7 @@ def read_messages(path: str) -> list[dict[str, str]]:
       OSError: it cannot be read.
     """
     from jaxspec.host.files import parse_json, read_text
-    from jaxspec.texts.requests import batch_of
+    from jaxspec.requests.reading import batch_of
 
     wanted = "`messages` must be a JSON list of messages with `role` and `content`"
     text = read_text(path, wanted)

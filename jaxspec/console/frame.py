@@ -17,7 +17,7 @@ Read = Callable[[type[Any], Sequence[str], str], Any]
 CALLED: ContextVar[str | None] = ContextVar("called", default=None)
 
 
-def run(
+def run_command(
     module: str,
     options: type[Options],
     work: Callable[[Options], int | None],

@@ -224,7 +224,7 @@ def parse_as(
     except ValueError as error:
         # A dataclass that rejects a value names the field, not the option.
         raise ValueError(in_options(f"{error}; see {prog} --help", option_names(target))) from None
-    return dataclasses.replace(command, drafting=chosen[0].of(options)) if chosen else command
+    return dataclasses.replace(command, drafting=chosen[0].from_options(options)) if chosen else command
 
 
 def option_names(command: type) -> dict[str, str]:

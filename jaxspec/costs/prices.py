@@ -38,7 +38,7 @@ class Prices:
     draft: jax.Array
     accept: jax.Array
 
-    def of(self, rows: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def for_rows(self, rows: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns `verify` float32[W] and `draft` float32[C, K + 1] for a number of rows and tokens, in plain steps."""
         at = jnp.minimum(jnp.searchsorted(self.rows, rows), len(self.rows) - 1)
         verify, draft = (of[at, ..., 0] + of[at, ..., 1] * tokens for of in (self.verify, self.draft))

@@ -19,8 +19,7 @@ from jaxspec.decoding.prefilling import (
     prefill,
     start_prefill,
 )
-from jaxspec.decoding.rounds import decode_round, run_rounds
-from jaxspec.decoding.rows import (
+from jaxspec.decoding.records import (
     Caches,
     DecodeState,
     Emitted,
@@ -30,8 +29,9 @@ from jaxspec.decoding.rows import (
     grow,
     insert,
     resize,
-    take,
+    take_row,
 )
+from jaxspec.decoding.rounds import decode_round, run_rounds
 from jaxspec.decoding.scoring import Scores, score
 
 __all__ = [
@@ -54,5 +54,5 @@ __all__ = [
     "run_rounds",
     "score",
     "start_prefill",
-    "take",
+    "take_row",
 ]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import verification
-from jaxspec.decoding.rows import Caches, DecodeState, Emitted, Parts, Request, Stats, is_eos, put_rows
+from jaxspec.decoding.records import Caches, DecodeState, Emitted, Parts, Request, Stats, is_eos, put_rows
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model import prefill as prompts

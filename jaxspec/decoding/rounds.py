@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec import verification
-from jaxspec.decoding.rows import DecodeState, Emitted, Parts, Stats, is_eos, put_rows
-from jaxspec.grammars import Grammars
+from jaxspec.allowed_tokens import Grammars
+from jaxspec.decoding.records import DecodeState, Emitted, Parts, Stats, is_eos, put_rows
 from jaxspec.model import cache as kv
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.tree import along
@@ -91,7 +91,7 @@ def decode_round(
     """
     live = ~state.done
     # The settings of finished rows must not cost the others time.
-    parts = parts.of(live, state.grammar)
+    parts = parts.for_live(live, state.grammar)
     # Randomness depends on the row and on its length alone: a text does not depend on its neighbours or on the calls.
     keys = fold_in(state.keys, state.length)
     # A round always commits one token after the accepted drafts, so a draft gets one token less than the budget.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxspec.decoding.rows import put_rows
+from jaxspec.decoding.records import put_rows
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model import prefill as prompts

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.masked_drafter import MaskedChain
+from jaxspec.drafting.masked_drafter import MaskedDrafter
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
@@ -48,7 +48,7 @@ def admg(
 
 
 @struct.dataclass
-class ASD(MaskedChain):
+class ASDDrafter(MaskedDrafter):
     """The target drafts for itself without the sublayers that change the residual stream of the prompt least.
 
     The similarities come from the ordinary prefill, and each text keeps the mask of its prompt. Rows with equal
@@ -93,7 +93,7 @@ class ASD(MaskedChain):
             similarity = jnp.broadcast_to(mean, similarity.shape)
         return admg(similarity, self.alpha, self.every, self.keep_last)
 
-    def specialised(self, plan: LayerPlan) -> ASD:
+    def specialised(self, plan: LayerPlan) -> ASDDrafter:
         """Returns the same drafter with a static mask."""
         return dataclasses.replace(self, plan=plan)
 

@@ -12,7 +12,7 @@ from jaxspec.sampling import Distribution
 
 
 @struct.dataclass
-class Autoregressive(Drafter):
+class AutoregressiveDrafter(Drafter):
     """Plain decoding: each round feeds the pending token and commits one token.
 
     Attributes:

@@ -37,7 +37,7 @@ def own_cache(
     return dataclasses.replace(cache, rope_length=length)
 
 
-class AuxChain(ChainDrafter):
+class AuxDrafter(ChainDrafter):
     """A base for chain drafters that read auxiliary hidden states; their state's `own` is the result of `absorb`.
 
     A subclass adds `begin` and `absorb` (see `protocol.Drafter`), and `propose`.
@@ -81,7 +81,7 @@ class AuxChain(ChainDrafter):
         return super().observe(params, state._replace(own=own), outcome)
 
 
-class TreeChain(ChainDrafter):
+class TreeDrafter(ChainDrafter):
     """A base for drafters of a chain, or of a tree of top-k or drawn tokens.
 
     Attributes:
@@ -129,11 +129,11 @@ class TreeChain(ChainDrafter):
         return proposal, end if view.grammar is None else end[0]
 
 
-class AuxTree(TreeChain, AuxChain):
+class AuxTreeDrafter(TreeDrafter, AuxDrafter):
     """A base for drafters with `aux_layers` of a chain or a tree."""
 
 
-class ParallelChain(TreeChain):
+class ParallelDrafter(TreeDrafter):
     """A base for chains and trees whose hidden states are all computed in one pass, before any token is drawn.
 
     Attributes:

@@ -106,7 +106,7 @@ class ChoiceRule:
 
     Attributes:
       candidates: the drafters.
-      prices, memory, joint: as in `choosing_drafter.Choosing`.
+      prices, memory, joint: as in `choosing_drafter.ChoosingDrafter`.
       widths: the verify widths, rising, static.
     """
 
@@ -175,7 +175,7 @@ class ChoiceRule:
         live = budget > 0
         rows = jnp.maximum(jnp.sum(live), 1)
         tokens = jnp.sum(jnp.where(live, length, 0)) / rows
-        verify, draft = self.prices.of(rows if self.joint else jnp.int32(1), tokens)
+        verify, draft = self.prices.for_rows(rows if self.joint else jnp.int32(1), tokens)
         model, depth, width = self._options()
         cost = verify[width] + jnp.where(model < 0, 0.0, draft[model, depth])
 

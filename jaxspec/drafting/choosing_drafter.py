@@ -70,7 +70,7 @@ class Held(NamedTuple):
 
 
 class ChoosingState(NamedTuple):
-    """The state of `Choosing`.
+    """The state of `ChoosingDrafter`.
 
     Attributes:
       own: the states of the candidates.
@@ -84,7 +84,7 @@ class ChoosingState(NamedTuple):
 
 
 @struct.dataclass
-class Choosing(Drafter):
+class ChoosingDrafter(Drafter):
     """Uses in each round the draft with the most expected tokens for its time, or none.
 
     `choice_rule.ChoiceRule` chooses. Candidates that copy text (`LookupDrafter`) draft in every round, and at most
@@ -179,7 +179,7 @@ class Choosing(Drafter):
         """Returns the masks of the first candidate with `static`."""
         return self.candidates[self._masked].plans(state.own[self._masked], live)
 
-    def specialised(self, plan: LayerPlan) -> Choosing:
+    def specialised(self, plan: LayerPlan) -> ChoosingDrafter:
         """Returns the same drafter with a static mask of that candidate."""
         candidates = list(self.candidates)
         candidates[self._masked] = candidates[self._masked].specialised(plan)
@@ -349,7 +349,9 @@ class Choosing(Drafter):
             fed = jnp.concatenate([view.pending[:, None], jnp.maximum(joined.tokens, 0)], axis=1)
             needed = jnp.where(others | ~ran, jnp.max(joined.count) + 1, 0)
             # In all rows, the drafts have the places of verification, which are those of a tree if there is one.
-            tree = None if joined.parents is None else Tree.of(joined.parents, self.num_draft_tokens)
+            tree = (
+                None if joined.parents is None else Tree.from_parents(joined.parents, self.num_draft_tokens)
+            )
 
             def through(width: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
                 exits, cache = carry

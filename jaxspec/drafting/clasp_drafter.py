@@ -11,7 +11,7 @@ from flax import struct
 
 from jaxspec.drafting.aux_drafter import latest
 from jaxspec.drafting.chain_drafter import ChainState, keep_rows
-from jaxspec.drafting.masked_drafter import MaskedChain
+from jaxspec.drafting.masked_drafter import MaskedDrafter
 from jaxspec.model import cache as kv
 from jaxspec.model import llama, rope
 from jaxspec.model.cache import KVCache
@@ -114,7 +114,7 @@ def _read(
 
 
 @struct.dataclass
-class CLaSp(MaskedChain):
+class CLaSpDrafter(MaskedDrafter):
     """The target drafts for itself without the layers that changed its last verified token least.
 
     `choose_layers` chooses the layers before the first round and every `refresh` rounds, at the cost of about one pass

@@ -25,7 +25,7 @@ from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class DraftModel(ChainDrafter):
+class DraftModelDrafter(ChainDrafter):
     """A smaller model drafts token by token, with its own cache.
 
     `params.drafter` are its parameters. They may have more layers than `config`, of which the first ones run.
@@ -45,7 +45,7 @@ class DraftModel(ChainDrafter):
     catch_up: int = struct.field(pytree_node=False, default=1)
     pairs: bool = struct.field(pytree_node=False, default=False)
 
-    def taking_turns(self) -> DraftModel:
+    def taking_turns(self) -> DraftModelDrafter:
         """Returns the same drafter for rounds shared with another one, where the cache may lack many tokens."""
         return dataclasses.replace(self, catch_up=self.num_draft_tokens + 1, pairs=False)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.masked_drafter import MaskedChain
+from jaxspec.drafting.masked_drafter import MaskedDrafter
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
@@ -19,7 +19,7 @@ from jaxspec.stopping import AdaptiveGamma, ConfidenceBelow
 
 
 @struct.dataclass
-class DraftVerify(MaskedChain):
+class DraftVerifyDrafter(MaskedDrafter):
     """The target drafts for itself with some sublayers skipped, in its own cache.
 
     Attributes:
@@ -47,6 +47,6 @@ class DraftVerify(MaskedChain):
         plan = self.plan.traced() if isinstance(self.plan, LayerPlan) else self.plan
         return jnp.broadcast_to(plan, (*live.shape, *plan.shape))
 
-    def specialised(self, plan: LayerPlan) -> DraftVerify:
+    def specialised(self, plan: LayerPlan) -> DraftVerifyDrafter:
         """Returns the same drafter with a static mask."""
         return dataclasses.replace(self, plan=plan)

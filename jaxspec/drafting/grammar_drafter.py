@@ -11,7 +11,7 @@ from jaxspec.protocol import Proposal, View
 
 
 @struct.dataclass
-class Grammatical(LookupDrafter):
+class GrammarDrafter(LookupDrafter):
     """Copies nothing, so that each draft is the certain continuation of `LookupDrafter.drafts`.
 
     Attributes:

@@ -16,7 +16,7 @@ from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class LayerSkip(ExitDrafter):
+class LayerSkipDrafter(ExitDrafter):
     """Drafts with the target's first E layers, final norm and head; verification reuses those layers.
 
     AdaSPEED is this drafter with the rule `ProductBelow`.

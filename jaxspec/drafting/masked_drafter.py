@@ -16,7 +16,7 @@ from jaxspec.protocol import Proposal, View, Weights
 from jaxspec.sampling import Distribution
 
 
-class MaskedChain(ChainDrafter):
+class MaskedDrafter(ChainDrafter):
     """A base for drafters that run the target without some of its sublayers, in the target's cache.
 
     Draft tokens attend to the full model's keys and values; verification overwrites every slot that the draft wrote.

@@ -11,7 +11,7 @@ from jaxspec.protocol import Proposal, View
 
 
 @struct.dataclass
-class NGram(LookupDrafter):
+class NGramDrafter(LookupDrafter):
     """Finds earlier occurrences of the last n tokens, and proposes the tokens that follow the latest of them.
 
     The largest n from `ngram_max` down to `ngram_min` with an occurrence decides. Without an occurrence that

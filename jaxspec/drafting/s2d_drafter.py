@@ -64,7 +64,7 @@ class Waiting:
 
 
 @struct.dataclass
-class S2D(ChainDrafter):
+class S2DDrafter(ChainDrafter):
     """Each draft token comes from the first exit whose largest probability reaches a threshold.
 
     The draft is a model with its own cache, `params.drafter`, or with `sorted_target` the target itself, below its
@@ -100,7 +100,7 @@ class S2D(ChainDrafter):
         """The number of slots that a round may write: a block of W may begin at the last token fed."""
         return max(super().reach, self.num_draft_tokens - 2 + self.max_waiting)
 
-    def taking_turns(self) -> S2D:
+    def taking_turns(self) -> S2DDrafter:
         """Returns the drafter itself; only with `sorted_target`, because at most W tokens can wait in a cache."""
         if not self.sorted_target:
             raise ValueError(

@@ -17,7 +17,7 @@ Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @struct.dataclass
-class Suffix(LookupDrafter):
+class SuffixDrafter(LookupDrafter):
     """Drafts, token by token, the most frequent continuation of the text's last tokens.
 
     For each m up to `suffix_max`, the places that end in the text's last m tokens are counted. The most frequent next
@@ -45,7 +45,7 @@ class Suffix(LookupDrafter):
     num_draft_tokens: int = struct.field(pytree_node=False, default=15)
     num_places: int = struct.field(pytree_node=False, default=64)
 
-    def remembering(self, texts: Iterable[Sequence[int]], size: int) -> Suffix:
+    def remembering(self, texts: Iterable[Sequence[int]], size: int) -> SuffixDrafter:
         """Returns the same drafter with these texts, for example past outputs, as its reference.
 
         Args:

@@ -13,7 +13,7 @@ from jaxspec.sampling import Distribution
 
 
 @struct.dataclass
-class TokenRecycling(Drafter):
+class TokenRecyclingDrafter(Drafter):
     """Drafts a tree from a matrix with the target's latest top-k tokens after each token of the vocabulary.
 
     Node i is the token of rank `shape.ranks[i]` among the top-k tokens after its parent's token. A round stores the

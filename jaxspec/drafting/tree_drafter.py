@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.grammars import Grammars
+from jaxspec.allowed_tokens import Grammars
 from jaxspec.model.tree import Shape, Tree, along
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.protocol import Proposal
@@ -124,7 +124,7 @@ def grow(
     def after(carry: Carry, tokens: jax.Array, parents: jax.Array, depth: int) -> tuple[Top, Carry]:
         # The rows of this level see their ancestors among the expanded nodes.
         count = tokens.shape[1]
-        rows = Tree.of(parents, depth).rows(1 + parents.shape[1] - count, count)
+        rows = Tree.from_parents(parents, depth).rows(1 + parents.shape[1] - count, count)
         logits, carry = level(carry, tokens, rows.parent, rows)
         return _likeliest(logits, size, ids), carry
 
@@ -247,7 +247,7 @@ def draw(
     ranks = np.array([parents[:node].count(before) for node, before in enumerate(parents)])
     # The draft model runs row 0 and the nodes with children; leaves need no logits.
     inner = sorted({-1, *parents})
-    whole = Tree.of(Shape(tuple(inner.index(parents[node]) - 1 for node in inner[1:])), shape.depth)
+    whole = Tree.from_parents(Shape(tuple(inner.index(parents[node]) - 1 for node in inner[1:])), shape.depth)
     logits, there = logits[:, None], jnp.ones((batch, 1), bool)
     tokens, distributions = jnp.zeros((batch, 0), jnp.int32), []
     for depth in range(1, shape.depth + 1):

@@ -11,11 +11,11 @@ from jaxspec.engine import prepare
 from jaxspec.engine.prepare import STREAM_ROUNDS, AnyMethod
 from jaxspec.host.arguments import whole
 from jaxspec.programs.jax_settings import needed
+from jaxspec.requests.generation_options import GenerationOptions, split
+from jaxspec.requests.reading import Message, batch_of, template_variables
+from jaxspec.requests.results import Piece, Result, Statistics
 from jaxspec.session.prefix import Prefix
 from jaxspec.session.session import Session
-from jaxspec.texts.generation_options import GenerationOptions, split
-from jaxspec.texts.requests import Message, batch_of, template_variables
-from jaxspec.texts.results import Piece, Result, Statistics
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -98,7 +98,7 @@ class Conversation:
           ValueError, FileNotFoundError: as `generate`; the method is not changed then.
         """
         with needed():
-            made = prepare.made(method, options)
+            made = prepare.choose_method(method, options)
             self._start([0], made)  # raises
         self._method = made
 
@@ -175,7 +175,7 @@ class Conversation:
     def _start(
         self, prompt: list[int], method: AnyMethod, prefix: Prefix | None = None
     ) -> tuple[Session, Iterator[Piece]]:
-        """Returns the session of a turn and its pieces; see `prepare.start`."""
+        """Returns the session of a turn and its pieces; see `prepare.start_texts`."""
         context = self._lm.config.context_length
         if self._options.n != 1:
             raise ValueError(f"n is {self._options.n}; a turn of a conversation has 1 answer")
@@ -196,7 +196,7 @@ class Conversation:
             chat=False,
             chat_template_kwargs=None,
         )
-        return prepare.start(self._lm, STREAM_ROUNDS, prompt, None, None, method, options, prefix)[:2]
+        return prepare.start_texts(self._lm, STREAM_ROUNDS, prompt, None, None, method, options, prefix)[:2]
 
     def _answer(self, messages: list[Message], pieces: Iterator[Piece]) -> Generator[Piece, None, None]:
         text, turn = "", len(self.statistics)

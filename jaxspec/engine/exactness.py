@@ -96,7 +96,7 @@ def is_exact(model: LoadedModel, executables: Executables) -> bool:
     path = [0, *(1 + node for node in _PATH)]
     drafts[0, path] = tokens[0, before:]
     assert at_tree is not None
-    in_tree, _ = fed(drafts, before, at_tree, Tree.of(_TREE, _TREE.depth))
+    in_tree, _ = fed(drafts, before, at_tree, Tree.from_parents(_TREE, _TREE.depth))
     return bool((together[1] == alone).all() and (in_tree[0, path] == alone[before - _BEFORE :]).all())
 
 

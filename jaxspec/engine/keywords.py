@@ -13,7 +13,7 @@ from jaxspec.grammar import Grammar, TokenTable
 from jaxspec.methods.acceptors import AcceptorName
 from jaxspec.methods.base import Method
 from jaxspec.methods.resources import HasModel
-from jaxspec.texts.requests import Integers, Numbers
+from jaxspec.requests.reading import Integers, Numbers
 
 MethodName = Literal[
     "adaspeed",

@@ -58,10 +58,8 @@ from jaxspec.programs.compiled import Loop
 from jaxspec.programs.executables import Executables
 from jaxspec.programs.jax_settings import needed
 from jaxspec.protocol import Drafter
-from jaxspec.session.auto import Auto as AutoDrafter
-from jaxspec.session.prefix import PrefixStore
-from jaxspec.texts.generation_options import GenerationOptions, document
-from jaxspec.texts.requests import (
+from jaxspec.requests.generation_options import GenerationOptions, document
+from jaxspec.requests.reading import (
     NO_TEMPLATE,
     Messages,
     Prompt,
@@ -70,7 +68,9 @@ from jaxspec.texts.requests import (
     check_text,
     read_requests,
 )
-from jaxspec.texts.results import Piece, Result, Score
+from jaxspec.requests.results import Piece, Result, Score
+from jaxspec.session.auto import BuiltAuto
+from jaxspec.session.prefix import PrefixStore
 
 
 def load(
@@ -242,7 +242,7 @@ class LanguageModel:
         checked = trained_for.checked(config.num_layers, config.vocab_size)
         self.loaded = LoadedModel(config, params, name, checked, sampled)
         self.executables = Executables()
-        self.autos: dict[Any, tuple[Any, AutoDrafter]] = {}
+        self.autos: dict[Any, tuple[Any, BuiltAuto]] = {}
         self.prefixes = None
         if prefix_cache is not None:
             size = num_bytes("prefix_cache", prefix_cache)
@@ -401,7 +401,9 @@ class LanguageModel:
     @functools.cached_property
     def step_costs(self) -> StepCosts | None:
         """The measured costs of steps of this model on this kind of device; None if there are no measurements."""
-        return cost_files.read(cost_files.key(self.device_kind, self.platform, self.config, self.precision))
+        return cost_files.read_step_costs(
+            cost_files.key(self.device_kind, self.platform, self.config, self.precision)
+        )
 
     # A str is a Sequence[str] too; type checkers take the first overload that fits.
     @overload
@@ -484,7 +486,7 @@ class LanguageModel:
                 "generate has no option stream; call LanguageModel.stream, which yields pieces as they come"
             )
         with needed():
-            _, pieces, single = prepare.start(
+            _, pieces, single = prepare.start_texts(
                 self,
                 QUIET_ROUNDS,
                 prompts,
@@ -531,7 +533,7 @@ class LanguageModel:
           'ab adeab a'
         """
         with needed():
-            _, pieces, _ = prepare.start(
+            _, pieces, _ = prepare.start_texts(
                 self,
                 STREAM_ROUNDS,
                 prompts,
@@ -686,7 +688,7 @@ class LanguageModel:
           (10, None)
         """
         with needed():
-            made = prepare.made(method, method_options)
+            made = prepare.choose_method(method, method_options)
             directory = self.directory if beside else None
             return prepare.drafter_of(self, made, distributions, directory, self.loaded)
 

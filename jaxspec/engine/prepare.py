@@ -25,16 +25,15 @@ from jaxspec.methods.files import files_of
 from jaxspec.programs.compiled import Loop
 from jaxspec.programs.executables import MAX_PROGRAMS
 from jaxspec.protocol import Acceptor, Drafter, Weights
-from jaxspec.session.auto import Auto as AutoDrafter
-from jaxspec.session.auto import Chosen
+from jaxspec.requests.generation_options import NAMES, GenerationOptions, split
+from jaxspec.requests.pieces import Moment, Row
+from jaxspec.requests.reading import RowRequest, Stops, needs_sampling, read_requests
+from jaxspec.requests.results import Piece
+from jaxspec.requests.text import row_text
+from jaxspec.session.auto import BuiltAuto, Chosen
 from jaxspec.session.prefix import Prefix
 from jaxspec.session.session import Session
 from jaxspec.session.strategies import Strategy, for_drafter
-from jaxspec.texts.generation_options import NAMES, GenerationOptions, split
-from jaxspec.texts.requests import RowRequest, Stops, needs_sampling, read_requests
-from jaxspec.texts.results import Piece
-from jaxspec.texts.row import Moment, Row
-from jaxspec.texts.text import row_text
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel
@@ -104,10 +103,10 @@ def read_method(
 ) -> tuple[AnyMethod, GenerationOptions]:
     """Returns the method of a call, made with its options, and the other options."""
     common, rest = split(options, given)
-    return made(registry.DEFAULT if method is None else method, rest), common
+    return choose_method(registry.DEFAULT if method is None else method, rest), common
 
 
-def made(method: AnyMethod | str, options: Mapping[str, Any]) -> AnyMethod:
+def choose_method(method: AnyMethod | str, options: Mapping[str, Any]) -> AnyMethod:
     """Returns the method; if it is given by name, it is made with these options."""
     if isinstance(method, str):
         return registry.make(method, options, _ARGUMENTS)
@@ -119,7 +118,7 @@ def made(method: AnyMethod | str, options: Mapping[str, Any]) -> AnyMethod:
     return method
 
 
-def start(
+def start_texts(
     lm: LanguageModel,
     rounds: int,
     prompts: Any,
@@ -248,7 +247,7 @@ def drafter_of(
 
 def auto_drafter(
     lm: LanguageModel, method: Auto, distributions: tuple[str, ...], target: LoadedModel
-) -> AutoDrafter:
+) -> BuiltAuto:
     """Returns the drafter of `auto`, made once for all texts with these sampling distributions and these files."""
     names = tuple(sorted(set(distributions)))
     key = dataclasses.replace(method, explain=False), names, target is lm.loaded
@@ -261,7 +260,7 @@ def auto_drafter(
     drafter, params = method.built(candidates, target, inputs)
     if lm.mesh is None:  # otherwise each call of the loop would transfer the drafter's arrays again
         drafter = jax.device_put(drafter, lm.device)
-    found = AutoDrafter(drafter, params, tuple(one.name for one in candidates))
+    found = BuiltAuto(drafter, params, tuple(one.name for one in candidates))
     with contextlib.suppress(TypeError):
         while len(lm.autos) >= MAX_PROGRAMS:
             del lm.autos[next(iter(lm.autos))]

@@ -15,10 +15,10 @@ from jaxspec.host.arguments import whole
 from jaxspec.io.methods.method_files import distribution_name
 from jaxspec.methods import Method
 from jaxspec.programs.jax_settings import needed
-from jaxspec.texts.generation_options import GenerationOptions
-from jaxspec.texts.requests import RowRequest, needs_sampling, read_requests
-from jaxspec.texts.results import Piece
-from jaxspec.texts.row_settings import Shapes
+from jaxspec.requests.generation_options import GenerationOptions
+from jaxspec.requests.reading import RowRequest, needs_sampling, read_requests
+from jaxspec.requests.results import Piece
+from jaxspec.requests.row_settings import Shapes
 
 # The groups without requests whose drafters are kept for later requests.
 IDLE_GROUPS = 16
@@ -45,7 +45,7 @@ class Scheduler:
     Requests with the same method, options of the method and acceptor form two groups, the greedy and the sampled ones,
     each of which shares a batch. Both have the same programs; they are separate because a sampled row makes the other
     rows of its batch slower. All other options are numbers of the rows, except the rare ones, see
-    `texts.row_settings.Shapes`, and `exact`. Each step runs one group, see `turns`. The batch of a group begins with
+    `requests.row_settings.Shapes`, and `exact`. Each step runs one group, see `turns`. The batch of a group begins with
     the rows that its requests need (1, 4, 16 …; on a CPU with one, which the others join), gets more when requests
     wait, as far as memory allows, and fewer when most are free. When its last request ends, its caches are freed.
 
@@ -237,7 +237,7 @@ class Scheduler:
             _key(method),
             type(prepare.acceptor_of(method, options, [request])),
             bool(options.exact),
-            Shapes.of([request]),
+            Shapes.from_requests([request]),
             needs_sampling([request]),
             distribution_name(*numbers) if by_distribution else None,
         )

@@ -12,8 +12,8 @@ from jaxspec.model.llama import Params
 from jaxspec.model.sharding import fetched
 from jaxspec.programs import buckets, compiled
 from jaxspec.programs.compiled import Loop
-from jaxspec.texts.requests import is_text_or_ids
-from jaxspec.texts.results import Score
+from jaxspec.requests.reading import is_text_or_ids
+from jaxspec.requests.results import Score
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel

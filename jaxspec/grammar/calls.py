@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from jaxspec.grammar.automaton import GrammarError, Node, Nodes
-from jaxspec.grammar.json_schema import JsonSchema, read
+from jaxspec.grammar.json_schema import JsonSchema, read_schema
 from jaxspec.grammar.regex import Regex
 
 # The marker before the arguments of a call that begins with its name, and what may be between a marker and a text.
@@ -100,7 +100,9 @@ class Calls:
     def _call(self, nodes: Nodes, markers: Markers, name: str, schema: str, end: Node) -> Node:
         named = self.form.written == "named"
         try:
-            inside = JsonSchema(read(schema), nodes).document(end if named else nodes.literal(b"}", end))
+            inside = JsonSchema(read_schema(schema), nodes).document(
+                end if named else nodes.literal(b"}", end)
+            )
         except GrammarError as error:
             raise GrammarError(f"function {name}: {error}") from None
         if named:

@@ -489,7 +489,7 @@ class JsonSchema:
         return {"number" if name == "integer" else name for name in names}
 
 
-def read(text: str) -> Any:
+def read_schema(text: str) -> Any:
     """Returns the schema of a JSON text.
 
     Raises:

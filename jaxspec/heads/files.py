@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxspec.heads import torch_file
 from jaxspec.heads.kinds import known
-from jaxspec.heads.rows import refitted
+from jaxspec.heads.padding import refitted
 from jaxspec.heads.tensors import Entry, Head
 from jaxspec.host.files import identity, read_json
 from jaxspec.host.messages import brief_errors, shown
@@ -182,11 +182,11 @@ def head_leaves(config: HeadConfig) -> list[Entry]:
 def _open(directory: Path) -> Tensors:
     """The tensors of the safetensors files, else of a file of PyTorch."""
     for file in (file for pattern in _SAFE for file in directory.glob(pattern)):
-        return tensors.read(file, integers=True)
+        return tensors.read_tensors(file, integers=True)
     if any(directory.glob("*.safetensors")):
         return huggingface.open_tensors(directory, integers=True)
     for file in (file for pattern in _PICKLED for file in directory.glob(pattern)):
-        return torch_file.read(file)
+        return torch_file.read_torch(file)
     raise FileNotFoundError(
         f"{directory} has no tensors of a head; expected *.safetensors or one of {', '.join(_PICKLED)}"
     )

@@ -46,7 +46,7 @@ class _Storage(NamedTuple):
 
 
 @brief_errors()
-def read(path: str | os.PathLike[str]) -> Tensors:
+def read_torch(path: str | os.PathLike[str]) -> Tensors:
     """Returns the tensors of a file by name.
 
     Raises:

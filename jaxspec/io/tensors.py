@@ -59,7 +59,7 @@ class Tensors(dict[str, np.ndarray]):
 
 
 @brief_errors()
-def read(path: str | os.PathLike[str], integers: bool = False) -> Tensors:
+def read_tensors(path: str | os.PathLike[str], integers: bool = False) -> Tensors:
     """Returns the tensors of a file by name, as read-only views of the mapped file, which are read on first use.
 
     `integers`: whether to include integer and Boolean tables.
@@ -160,7 +160,7 @@ def _entry(value: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     return code, shape, begin, end
 
 
-def write(
+def write_tensors(
     path: str | os.PathLike[str],
     shapes: Mapping[str, tuple[int, ...]],
     fetch: Callable[[str], np.ndarray],
@@ -204,6 +204,8 @@ def write(
 def save(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes arrays that are in memory, see `write`."""
+    """Writes arrays that are in memory, see `write_tensors`."""
     shapes = {name: array.shape for name, array in arrays.items()}
-    write(path, shapes, arrays.__getitem__, {name: array.dtype for name, array in arrays.items()}, metadata)
+    write_tensors(
+        path, shapes, arrays.__getitem__, {name: array.dtype for name, array in arrays.items()}, metadata
+    )

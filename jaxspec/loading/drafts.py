@@ -26,7 +26,7 @@ from jaxspec.methods.resources import FilePath, LoadedHead, LoadedModel, ModelLi
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.quantisation import Quantised
-from jaxspec.model.sharding import put
+from jaxspec.model.sharding import put_on_mesh
 from jaxspec.model.vocabulary import Vocabulary
 from jaxspec.programs import memory
 
@@ -118,7 +118,7 @@ class Drafts:
                 where = NamedSharding(self._mesh, PartitionSpec())
 
             def place_leaf(leaf: str, host: np.ndarray) -> jax.Array:
-                placed: jax.Array = put(host, where)
+                placed: jax.Array = put_on_mesh(host, where)
                 return placed
 
             config: Any = head.config
@@ -220,8 +220,8 @@ def fitted(draft: LoadedModel, found: Intersection, where: Any) -> LoadedModel:
         config=dataclasses.replace(draft.config, vocab_size=size),
         params={
             **draft.params,
-            "embed_rows": put(found.fed, where),
-            "vocabulary": Vocabulary(head, put(ids, where), size),
+            "embed_rows": put_on_mesh(found.fed, where),
+            "vocabulary": Vocabulary(head, put_on_mesh(ids, where), size),
         },
         trained_for=dataclasses.replace(draft.trained_for, draft_vocab=tuple(trained.tolist())),
         fitted_from=draft,

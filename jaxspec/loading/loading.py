@@ -29,7 +29,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
 from jaxspec.model.lora import adapted
 from jaxspec.model.quantisation import is_multiplied, quantised, sharding_of
-from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, put, spread_config
+from jaxspec.model.sharding import RULES, automatic, left_whole, param_shardings, put_on_mesh, spread_config
 from jaxspec.programs.compiler_options import has_bfloat16
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -267,14 +267,14 @@ def place_params(
 
     def place(name: str, host: np.ndarray) -> Any:
         progress(f"{next(numbers)} tensors of {directory.name}")
-        leaf = put(host, shardings.get(name, device))
+        leaf = put_on_mesh(host, shardings.get(name, device))
         if bits is None:
             return leaf
         sampled[name] = sampled_rows(host, config.kv_copies if name.endswith("/qkv_bias") else 1)
         if not is_multiplied(config, name):
             return leaf
         small = quantised(leaf, bits)
-        return small if mesh is None else put(small, sharding_of(shardings[name], host.ndim, bits))
+        return small if mesh is None else put_on_mesh(small, sharding_of(shardings[name], host.ndim, bits))
 
     with progress:
         params = checkpoint.load_params(directory, config, dtype, place)
@@ -292,5 +292,7 @@ def with_adapter(
 ) -> Params:
     """Returns parameters with an adapter from `io.hf.peft.read_adapter`, which a mesh holds on each device."""
     dtype, where = params["embed"].dtype, device if mesh is None else NamedSharding(mesh, PartitionSpec())
-    placed: Params = adapted(config, params, jax.tree.map(lambda leaf: put(leaf.astype(dtype), where), own))
+    placed: Params = adapted(
+        config, params, jax.tree.map(lambda leaf: put_on_mesh(leaf.astype(dtype), where), own)
+    )
     return placed

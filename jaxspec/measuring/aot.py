@@ -48,9 +48,9 @@ from jaxspec.programs import compiled
 from jaxspec.programs.buckets import bucket
 from jaxspec.programs.compiler_options import compiler_options, tracing
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.requests.reading import RowRequest
+from jaxspec.requests.row_settings import Shapes, distribution_of
 from jaxspec.sampling import seed_key
-from jaxspec.texts.requests import RowRequest
-from jaxspec.texts.row_settings import Shapes, distribution_of
 
 # Positions are int32; the bound leaves space for the slots of one more round.
 LARGEST_CAPACITY = 2**30
@@ -165,7 +165,7 @@ class Place:
     mesh: Mesh | None
 
     @classmethod
-    def of(cls, devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Place:
+    def from_devices(cls, devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Place:
         """Returns a mesh of these axes over the devices, or a place without a mesh for one device."""
         if len(devices) == 1:
             return cls(devices, None)
@@ -468,7 +468,7 @@ def make(
         )
     platform = place.devices[0].platform
     row = RowRequest(prompt=(0,), max_new_tokens=1)
-    rows, shapes = [row] * batch, Shapes.of([row])
+    rows, shapes = [row] * batch, Shapes.from_requests([row])
     parts = Parts(
         drafter,
         BlockAcceptor(),

@@ -14,7 +14,7 @@ from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.costs.rounds import DraftCost
-    from jaxspec.drafting.asd_drafter import ASD as Drafting
+    from jaxspec.drafting.asd_drafter import ASDDrafter
     from jaxspec.protocol import Drafter
 
 
@@ -51,7 +51,7 @@ class ASD(MaskedMethod):
         """Makes the drafter; its only possible parameter is a draft vocabulary."""
         import jax.numpy as jnp
 
-        from jaxspec.drafting.asd_drafter import ASD as Drafting
+        from jaxspec.drafting.asd_drafter import ASDDrafter
 
         given = {"alpha": self.alpha, "every": self.every, "keep_last": self.keep_last}
         usual = self._usual(target, resources) if None in given.values() else ASDNumbers()
@@ -67,14 +67,14 @@ class ASD(MaskedMethod):
         rule, length = self.stopping()
         numbers = jnp.float32(chosen.alpha), jnp.int32(chosen.every), jnp.int32(chosen.keep_last)
         config = self.read_by_draft(target.config)
-        drafter = Drafting(config, *numbers, rule, length, self.shared_mask, self.is_static(resources))
+        drafter = ASDDrafter(config, *numbers, rule, length, self.shared_mask, self.is_static(resources))
         return drafter, self.params(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost without the layers skipped by `every`; `alpha` skips more, depending on the prompt."""
         from jaxspec.costs.rounds import DraftCost
 
-        made, depth = cast("Drafting", drafter), target.config.num_layers
+        made, depth = cast("ASDDrafter", drafter), target.config.num_layers
         every, kept = int(made.every), int(made.keep_last)
         skipped = (depth - kept) // every if every else 0
         return DraftCost(layers=depth - skipped + layers_of(params, target), heads=params is None)

@@ -75,7 +75,7 @@ class Auto(DraftingMethod):
         return {"num_draft_tokens": str(_USUAL)}
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Auto:
+    def from_options(cls, given: Mapping[str, Any]) -> Auto:
         """Makes the method, with options of those that `among` names.
 
         Raises:
@@ -109,11 +109,11 @@ class Auto(DraftingMethod):
 
         from jaxspec.costs.prices import measured_prices
         from jaxspec.costs.rounds import CPU_STEPS, guessed, guessed_row
-        from jaxspec.drafting.autoregressive_drafter import Autoregressive
-        from jaxspec.drafting.choosing_drafter import Choosing, widths_of
+        from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
+        from jaxspec.drafting.choosing_drafter import ChoosingDrafter, widths_of
 
         if not candidates:
-            return Autoregressive(self.length(_USUAL)), None
+            return AutoregressiveDrafter(self.length(_USUAL)), None
         drafters = tuple(one.drafter for one in candidates)
         widths, longest = widths_of(drafters), max(one.num_draft_tokens for one in drafters)
         accept = [_LOOKUP if one.cost.copies else one.expected or _UNKNOWN for one in candidates]
@@ -124,7 +124,7 @@ class Auto(DraftingMethod):
         )
         given = costs, _works(candidates), trees, widths, longest, accept
         prices = measured_prices(*given, one_width=resources.platform != "cpu")
-        drafter = Choosing(target.config, drafters, prices, jnp.float32(Choosing.memory))
+        drafter = ChoosingDrafter(target.config, drafters, prices, jnp.float32(ChoosingDrafter.memory))
         return drafter, tuple(one.params for one in candidates)
 
     def candidates(self, target: LoadedModel, resources: Resources) -> tuple[Candidate, ...]:
@@ -204,4 +204,4 @@ def with_options(method: Method, given: Mapping[str, Any]) -> Method:
     kind = type(method)
     options = kind.converted(given)
     read = {name for part in (kind, *kind.parts(options)) for name in part.options()}
-    return kind.of(method.given | {name: value for name, value in options.items() if name in read})
+    return kind.from_options(method.given | {name: value for name, value in options.items() if name in read})

@@ -25,6 +25,6 @@ class Autoregressive(Method):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter whose drafts are empty."""
-        from jaxspec.drafting.autoregressive_drafter import Autoregressive as Drafting
+        from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 
-        return Drafting(), None
+        return AutoregressiveDrafter(), None

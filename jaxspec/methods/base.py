@@ -137,7 +137,7 @@ class Method:
         }
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Method:
+    def from_options(cls, given: Mapping[str, Any]) -> Method:
         """Makes the method from options by name, including the options of its `parts`."""
         return cls(**given)
 

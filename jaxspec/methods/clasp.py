@@ -12,7 +12,7 @@ from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.costs.rounds import DraftCost
-    from jaxspec.drafting.clasp_drafter import CLaSp as Drafting
+    from jaxspec.drafting.clasp_drafter import CLaSpDrafter
     from jaxspec.protocol import Drafter
 
 # Rounds are counted in int32.
@@ -46,7 +46,7 @@ class CLaSp(ModelMethod):
         """Makes the drafter; its only possible parameter is a draft vocabulary."""
         import jax.numpy as jnp
 
-        from jaxspec.drafting.clasp_drafter import CLaSp as Drafting
+        from jaxspec.drafting.clasp_drafter import CLaSpDrafter
 
         depth = target.config.num_layers
         if depth == 1:
@@ -56,17 +56,17 @@ class CLaSp(ModelMethod):
             raise ValueError(
                 f"skip_layers is {count}, but the model has {depth} layers; give 1 to {depth - 1}"
             )
-        refresh = Drafting.refresh if self.refresh is None else self.refresh
+        refresh = CLaSpDrafter.refresh if self.refresh is None else self.refresh
         if not 1 <= refresh <= _MOST_ROUNDS:
             raise ValueError(f"refresh is {shown(refresh)}; give 1 to {_MOST_ROUNDS}")
         rule, length = self.stopping()
-        drafter = Drafting(self.read_by_draft(target.config), count, jnp.int32(refresh), rule, length)
+        drafter = CLaSpDrafter(self.read_by_draft(target.config), count, jnp.int32(refresh), rule, length)
         return drafter, self.params(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of the kept layers without the choice; the text also runs through all layers."""
         from jaxspec.costs.rounds import DraftCost
 
-        depth, skipped = target.config.num_layers, cast("Drafting", drafter).num_skipped
+        depth, skipped = target.config.num_layers, cast("CLaSpDrafter", drafter).num_skipped
         layers = depth - skipped + layers_of(params, target)
         return DraftCost(layers=layers, heads=params is None, absorb_layers=depth)

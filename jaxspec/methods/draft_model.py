@@ -38,7 +38,7 @@ class DraftModel(ModelMethod):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its parameters are those of the draft model."""
-        from jaxspec.drafting.draft_model_drafter import DraftModel as Drafting
+        from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
 
         if self.draft is None and self.draft_exit is None:
             raise ValueError(
@@ -48,7 +48,7 @@ class DraftModel(ModelMethod):
         if self.draft_exit is not None:
             draft = draft.until(self.draft_exit)
         config = self.read_by_draft(draft.config)
-        drafter = Drafting(config, *self.stopping(), pairs=resources.platform != "cpu")
+        drafter = DraftModelDrafter(config, *self.stopping(), pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:

@@ -13,7 +13,7 @@ from jaxspec.methods.resources import FilePath, LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.costs.rounds import DraftCost
-    from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
+    from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
     from jaxspec.protocol import Drafter
 
 
@@ -37,7 +37,7 @@ class DraftVerify(MaskedMethod):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its only possible parameter is a draft vocabulary."""
-        from jaxspec.drafting.draft_verify_drafter import DraftVerify as Drafting
+        from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
         from jaxspec.io.methods import method_files
 
         path = file_of(self.plan, target, resources, method_files.PLAN_NAME)
@@ -49,7 +49,7 @@ class DraftVerify(MaskedMethod):
         plan = method_files.read_plan(path, target.fingerprint, target.config.num_layers)
         rule, length = self.stopping()
         config = self.read_by_draft(target.config)
-        drafter = Drafting(config, plan.traced(), rule, length, self.is_static(resources))
+        drafter = DraftVerifyDrafter(config, plan.traced(), rule, length, self.is_static(resources))
         return drafter, self.params(target, resources)
 
     @classmethod
@@ -65,7 +65,7 @@ class DraftVerify(MaskedMethod):
 
         from jaxspec.costs.rounds import DraftCost
 
-        runs = np.asarray(cast("Drafting", drafter).plan)
+        runs = np.asarray(cast("DraftVerifyDrafter", drafter).plan)
         layers = target.params["layers"]
         sizes = np.array([[size_of(layer["attention"]), size_of(layer["mlp"])] for layer in layers])
         share = float((runs * sizes).sum() / sizes.sum())

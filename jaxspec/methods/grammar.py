@@ -35,6 +35,6 @@ class Grammar(Lookup, DraftingMethod):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; it has no parameters."""
-        from jaxspec.drafting.grammar_drafter import Grammatical
+        from jaxspec.drafting.grammar_drafter import GrammarDrafter
 
-        return Grammatical(self.length(Grammatical.num_draft_tokens)), None
+        return GrammarDrafter(self.length(GrammarDrafter.num_draft_tokens)), None

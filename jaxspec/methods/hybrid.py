@@ -13,7 +13,7 @@ from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
     from jaxspec.costs.rounds import DraftCost
-    from jaxspec.drafting.choosing_drafter import Choosing
+    from jaxspec.drafting.choosing_drafter import ChoosingDrafter
     from jaxspec.protocol import Drafter
 
 # The cost of a draft token, in steps of the target, if its method declares none.
@@ -61,7 +61,7 @@ class Hybrid(Method):
             raise ValueError(f"draft_cost is {self.draft_cost}; give a number from 0 on")
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Hybrid:
+    def from_options(cls, given: Mapping[str, Any]) -> Hybrid:
         """Makes both methods from their options, and this one.
 
         Raises:
@@ -82,7 +82,7 @@ class Hybrid(Method):
 
         from jaxspec.costs.prices import simple_prices
         from jaxspec.costs.rounds import guessed_row
-        from jaxspec.drafting.choosing_drafter import Choosing, widths_of
+        from jaxspec.drafting.choosing_drafter import ChoosingDrafter, widths_of
         from jaxspec.drafting.lookup import LookupDrafter
 
         copies, drafts = self._methods()
@@ -102,12 +102,12 @@ class Hybrid(Method):
         widths, longest = widths_of((first, second)), max(first.num_draft_tokens, second.num_draft_tokens)
         prices = simple_prices(widths, longest, costs, row, accept)
         # Each row chooses for itself, so that a sampled text does not depend on the other rows.
-        memory = jnp.float32(Choosing.memory)
-        return Choosing(target.config, (first, second), prices, memory, joint=False), (None, own)
+        memory = jnp.float32(ChoosingDrafter.memory)
+        return ChoosingDrafter(target.config, (first, second), prices, memory, joint=False), (None, own)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
         """Returns the second method's cost with a lookup per round; copied drafts lower the measured times."""
-        second = self._methods()[1].cost(target, cast("Choosing", drafter).candidates[1], params[1])
+        second = self._methods()[1].cost(target, cast("ChoosingDrafter", drafter).candidates[1], params[1])
         return None if second is None else dataclasses.replace(second, lookup=True, adapts=True)
 
     def _methods(self) -> tuple[Method, ...]:

@@ -48,7 +48,7 @@ class LayerSkip(ModelMethod):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its only possible parameter is a draft vocabulary."""
-        from jaxspec.drafting.layerskip_drafter import LayerSkip as Drafting
+        from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 
         depth = target.config.num_layers
         if depth == 1:
@@ -62,7 +62,7 @@ class LayerSkip(ModelMethod):
             )
         rule, length = self.stopping(lambda: self._probe(exit_layer, target, resources))
         config = self.read_by_draft(target.config)
-        return Drafting(config, exit_layer, rule, length), self.params(target, resources)
+        return LayerSkipDrafter(config, exit_layer, rule, length), self.params(target, resources)
 
     @property
     def by_distribution(self) -> bool:

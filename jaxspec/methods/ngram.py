@@ -42,7 +42,7 @@ class NGram(Lookup, DraftingMethod):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; it has no parameters."""
-        from jaxspec.drafting.ngram_drafter import NGram as Drafting
+        from jaxspec.drafting.ngram_drafter import NGramDrafter
 
         reference = read_reference(self.reference, resources)
         longest = self.ngram_max if self.ngram_max is not None else (3 if reference is None else 5)
@@ -52,7 +52,7 @@ class NGram(Lookup, DraftingMethod):
                 f"ngram_min={shortest} and ngram_max={longest} are out of range; "
                 f"give 1 <= min <= max <= {MAX_DRAFT_TOKENS}"
             )
-        drafter = Drafting(
+        drafter = NGramDrafter(
             reference=reference,
             ngram_max=longest,
             ngram_min=shortest,

@@ -46,7 +46,7 @@ class Quantised(ModelMethod):
         Raises:
           ValueError: the target's weights have no more bits, or there is no memory for the copy; one line.
         """
-        from jaxspec.drafting.draft_model_drafter import DraftModel
+        from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
 
         bits = self._bits(target)
         if target.bits is not None and bits >= target.bits:
@@ -56,7 +56,7 @@ class Quantised(ModelMethod):
             )
         draft = resources.quantise(target, bits)
         config = self.read_by_draft(draft.config)
-        drafter = DraftModel(config, *self.stopping(), pairs=resources.platform != "cpu")
+        drafter = DraftModelDrafter(config, *self.stopping(), pairs=resources.platform != "cpu")
         return drafter, self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:

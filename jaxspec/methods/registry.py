@@ -142,7 +142,7 @@ def make(name: str, given: Mapping[str, Any], others: Iterable[str] = ()) -> Met
     check_known(given, others)
     converted = method.converted(given)
     check_options(method, converted, others)
-    return method.of(converted)
+    return method.from_options(converted)
 
 
 def check_options(method: type[Method], given: Mapping[str, Any], others: Iterable[str] = ()) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import jax
 
     from jaxspec.costs.rounds import DraftCost
-    from jaxspec.drafting.s2d_drafter import S2D as Drafting
+    from jaxspec.drafting.s2d_drafter import S2DDrafter
     from jaxspec.protocol import Drafter
 
 # The lowest threshold in the paper, and its best for small targets.
@@ -47,7 +47,7 @@ class S2D(ModelMethod):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its parameters are those of the draft, unless the target drafts for itself."""
-        from jaxspec.drafting.s2d_drafter import S2D as Drafting
+        from jaxspec.drafting.s2d_drafter import S2DDrafter
 
         sorted_target = self.draft is None
         draft = target if self.draft is None else resources.load_draft(self.draft)
@@ -65,9 +65,9 @@ class S2D(ModelMethod):
         config = self.read_by_draft(target.config if sorted_target else draft.config)
         rule, length = self.stopping()
         if sorted_target:
-            drafter = Drafting(config, exits, thresholds, rule, length, sorted_target=True)
+            drafter = S2DDrafter(config, exits, thresholds, rule, length, sorted_target=True)
             return drafter, self.params(target, resources)
-        return Drafting(config, exits, thresholds, rule, length), self.params(target, resources, draft)
+        return S2DDrafter(config, exits, thresholds, rule, length), self.params(target, resources, draft)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the mean cost of the exits, because the exit of a token depends on the text.
@@ -76,7 +76,7 @@ class S2D(ModelMethod):
         """
         from jaxspec.costs.rounds import DraftCost
 
-        exits = cast("Drafting", drafter).exits
+        exits = cast("S2DDrafter", drafter).exits
         depth, heads = sum(exits) / len(exits), (1 + len(exits)) / 2
         if self.draft is None:
             return DraftCost(depth + heads * layers_of(params, target), heads * (params is None))

@@ -44,22 +44,22 @@ class Suffix(Lookup, DraftingMethod):
         """Makes the drafter; it has no parameters."""
         import jax.numpy as jnp
 
-        from jaxspec.drafting.suffix_drafter import Suffix as Drafting
+        from jaxspec.drafting.suffix_drafter import SuffixDrafter
 
-        longest = Drafting.suffix_max if self.suffix_max is None else self.suffix_max
+        longest = SuffixDrafter.suffix_max if self.suffix_max is None else self.suffix_max
         if not 1 <= longest <= MAX_DRAFT_TOKENS:
             raise ValueError(f"suffix_max is {longest}; give 1 to {MAX_DRAFT_TOKENS}")
-        factor = Drafting.factor if self.suffix_factor is None else self.suffix_factor
+        factor = SuffixDrafter.factor if self.suffix_factor is None else self.suffix_factor
         if not 0 < factor < float("inf"):
             raise ValueError(f"suffix_factor is {factor}; give a number above 0")
-        least = Drafting.min_prob if self.suffix_min_prob is None else self.suffix_min_prob
+        least = SuffixDrafter.min_prob if self.suffix_min_prob is None else self.suffix_min_prob
         if not 0 <= least <= 1:
             raise ValueError(f"suffix_min_prob is {least}; give a number from 0 to 1")
-        drafter = Drafting(
+        drafter = SuffixDrafter(
             reference=read_reference(self.reference, resources),
             min_prob=jnp.float32(least),
             factor=jnp.float32(factor),
             suffix_max=longest,
-            num_draft_tokens=self.length(Drafting.num_draft_tokens),
+            num_draft_tokens=self.length(SuffixDrafter.num_draft_tokens),
         )
         return drafter, None

@@ -37,11 +37,11 @@ class TokenRecycling(Lookup, TreeMethod):
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; it has no parameters."""
-        from jaxspec.drafting.token_recycling_drafter import TokenRecycling as Drafting
+        from jaxspec.drafting.token_recycling_drafter import TokenRecyclingDrafter
 
         kept = min(NUM_LIKELY, target.config.vocab_size)
         usual = "small" if resources.platform == "cpu" else "large"
-        return Drafting(self.shape(usual, kept), kept), None
+        return TokenRecyclingDrafter(self.shape(usual, kept), kept), None
 
     def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
         """Returns the method with this K if it drafts a chain; a tree has a depth without an option."""

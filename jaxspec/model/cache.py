@@ -36,7 +36,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from jaxspec.model.config import LlamaConfig, Scores
-from jaxspec.model.control import OneOf, of, one_of
+from jaxspec.model.control import OneOf, apply_to_chosen, one_of
 from jaxspec.model.numerics import (
     LANES,
     SUMMED,
@@ -180,7 +180,7 @@ def write(
     value of NaN would be NaN; with 0 it is 0. So a padded or rejected token cannot spoil a text. In an int8 cache the
     largest magnitudes take the place of the elements.
     """
-    return put(layer, stored(layer, keys, values), start, merged, ring)
+    return put_slots(layer, stored(layer, keys, values), start, merged, ring)
 
 
 def stored(layer: Layer, keys: jax.Array, values: jax.Array) -> Layer:
@@ -200,7 +200,7 @@ def no_rows(config: LlamaConfig, layer: Layer, hidden: jax.Array) -> Layer:
     return tuple(jnp.zeros((*shape, x.shape[-1]), x.dtype) for x in layer)
 
 
-def put(layer: Layer, new: Layer, start: jax.Array, merged: bool, ring: bool = False) -> Layer:
+def put_slots(layer: Layer, new: Layer, start: jax.Array, merged: bool, ring: bool = False) -> Layer:
     """Writes the results of `stored` to slots start[b] … start[b] + T − 1 of row b, see `write`."""
     return tuple(_put(buffer, x, start, merged, ring) for buffer, x in zip(layer, new, strict=True))
 
@@ -548,8 +548,8 @@ def _partial_softmax(
     dtype = buffers[-1].dtype
     q = q.astype(dtype)
     # Only the products differ by layer: the largest magnitudes are small enough to be copied.
-    largest = [of(layer, lambda layer, at=at: cut(layer[at])) for at in range(2, len(buffers))]
-    products = of(layer, lambda layer, q: _batched_product(q, cut(layer[0]), 1), q)
+    largest = [apply_to_chosen(layer, lambda layer, at=at: cut(layer[at])) for at in range(2, len(buffers))]
+    products = apply_to_chosen(layer, lambda layer, q: _batched_product(q, cut(layer[0]), 1), q)
     scored = _masked(_scaled(products, q.shape[-1], scores, *largest[:1]), seen)
     if isinstance(layer, OneOf):
         scored = jax.lax.optimization_barrier(scored)  # two maxima read it
@@ -575,7 +575,9 @@ def _partial_softmax(
     total = jax.lax.platform_dependent(weights, rounded, tpu=by_product, default=by_sum)
     if largest:
         rounded = (weights * _by_slot(largest[1])).astype(dtype)
-    mixed = of(layer, lambda layer, rounded: _batched_product(rounded, cut(layer[1]), 0), rounded)
+    mixed = apply_to_chosen(
+        layer, lambda layer, rounded: _batched_product(rounded, cut(layer[1]), 0), rounded
+    )
     return mixed * (1 / _LEVELS) if largest else mixed, total, top
 
 
@@ -695,7 +697,7 @@ def _by_blocks(
         first = index * width
         # The last block may begin earlier; its first slots are then those of the block before.
         begin = first if slots % width == 0 else jnp.minimum(first, slots - width)
-        block = of(layer, cut, begin)
+        block = apply_to_chosen(layer, cut, begin)
         slot = place = begin + jnp.arange(width)[None, None]
         if mask is not None:
             seen = jax.lax.dynamic_slice_in_dim(mask, begin, width, 2)
@@ -840,7 +842,7 @@ def insert(cache: KVCache, row: jax.Array, others: KVCache, which: jax.Array | i
     return dataclasses.replace(cache, layers=layers, rope_length=rope_length)
 
 
-def take(cache: KVCache, row: jax.Array, slots: int) -> KVCache:
+def take_row(cache: KVCache, row: jax.Array, slots: int) -> KVCache:
     """Returns the first `slots` slots of row `row`, as a cache of one row."""
     count = len(cache.rope_length)
 

@@ -44,7 +44,7 @@ def one_of(chosen: Any) -> Any:
     return chosen.each[0] if isinstance(chosen, OneOf) else chosen
 
 
-def of(chosen: Any, f: Callable[..., Any], *args: Any) -> Any:
+def apply_to_chosen(chosen: Any, f: Callable[..., Any], *args: Any) -> Any:
     """Returns `f(tree, *args)` of a tree, or of the tree at the index of a `OneOf`."""
     if not isinstance(chosen, OneOf):
         return f(chosen, *args)

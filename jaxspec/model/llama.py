@@ -604,7 +604,7 @@ def run_with_aux(
         for at, layer in enumerate(looped):
             rows, seen, stream = jax.tree.map(operator.itemgetter(at // period), made[at % period])
             ring = cache.is_ring(written[layer][0])
-            written[layer] = kv.put(written[layer], rows, start, cache.merged, ring)
+            written[layer] = kv.put_slots(written[layer], rows, start, cache.merged, ring)
             watched.append(seen)
             streams.append(stream)
     for layer in layers[len(looped) :]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxspec.model.control import OneOf, of
+from jaxspec.model.control import OneOf, apply_to_chosen
 from jaxspec.model.lora import Adapted
 from jaxspec.model.quantisation import Outliers, Quantised
 
@@ -81,7 +81,7 @@ def linear(
         if few and rows <= FEW_ROWS:
             y = _few_rows(x, weight)
         else:
-            y = of(weight, lambda one, x: linear(x, one, None, out_dtype, exact, parts), x)
+            y = apply_to_chosen(weight, lambda one, x: linear(x, one, None, out_dtype, exact, parts), x)
         return y if bias is None else y + bias
     if isinstance(weight, Adapted):
         base = linear(x, weight.base, bias, out_dtype, exact, parts)
@@ -290,7 +290,7 @@ def int32_sums(rows: jax.Array, packed: jax.Array | OneOf) -> jax.Array:
         matrix, contract = packed.reshape(-1, packed.shape[-1]), (((1,), (1,)), ((), ()))
         return jax.lax.dot_general(rows, matrix, contract, preferred_element_type=jnp.int32)
 
-    sums: jax.Array = of(packed, product, rows)
+    sums: jax.Array = apply_to_chosen(packed, product, rows)
     return sums[:count]
 
 
@@ -356,7 +356,7 @@ def _few_rows(x: jax.Array, weight: jax.Array | OneOf) -> jax.Array:
             each = [jax.lax.optimization_barrier(rows[i : i + 1]) for i in range(count)]
             return jnp.concatenate([_weights_times(weight, row) for row in each], axis=1)
 
-        y = of(weight, apart, rows).T
+        y = apply_to_chosen(weight, apart, rows).T
     else:
         y = _weights_left(rows, weight, 4 if count <= 4 else -(-count // 8) * 8)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
@@ -370,7 +370,7 @@ def _weights_times(weight: jax.Array | OneOf, rows: jax.Array) -> jax.Array:
         matrix = weight.reshape(-1, weight.shape[-1])
         return jax.lax.dot_general(matrix, rows, contract, precision=precision_of(rows.dtype))
 
-    made: jax.Array = of(weight, product, rows)
+    made: jax.Array = apply_to_chosen(weight, product, rows)
     return made
 
 

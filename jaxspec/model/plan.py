@@ -43,7 +43,7 @@ class LayerPlan:
         return cls(tuple((layer not in attention, layer not in mlp) for layer in range(num_layers)))
 
     @classmethod
-    def of(cls, run: np.ndarray) -> LayerPlan:
+    def from_array(cls, run: np.ndarray) -> LayerPlan:
         """Returns the static form of bool[L, 2]."""
         return cls(tuple((bool(attention), bool(mlp)) for attention, mlp in run))
 

@@ -130,7 +130,7 @@ def spread(mesh: Mesh, config: LlamaConfig, params: Params) -> tuple[LlamaConfig
     config = spread_config(mesh, config)
     params = with_copies(config, params)
     shardings = shardings_for(param_shardings(automatic(mesh), config), params)
-    placed: Params = put(params, shardings)
+    placed: Params = put_on_mesh(params, shardings)
     return config, placed
 
 
@@ -182,7 +182,7 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
     return jax.tree.map(node, state, is_leaf=lambda node: isinstance(node, KVCache))
 
 
-def put(tree: Any, where: Any) -> Any:
+def put_on_mesh(tree: Any, where: Any) -> Any:
     """Works as `jax.device_put`; on a mesh of several processes each process fills its own devices.
 
     Args:

@@ -100,7 +100,7 @@ class Tree:
     begin: int = struct.field(pytree_node=False, default=0)
 
     @classmethod
-    def of(cls, parents: Parents, most: int) -> Tree:
+    def from_parents(cls, parents: Parents, most: int) -> Tree:
         """Returns the tree of N nodes, each after its parent; `most` is at least its depth."""
         # A static tree is computed now, not in each round.
         static = isinstance(parents, Shape)

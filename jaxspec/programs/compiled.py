@@ -16,7 +16,7 @@ from jaxspec.decoding import Caches, DecodeState, Emitted, Parts, Request
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.prefill import Prefilling
-from jaxspec.model.sharding import put, state_shardings
+from jaxspec.model.sharding import put_on_mesh, state_shardings
 from jaxspec.programs import buckets, memory
 from jaxspec.programs.executables import Call, Executables
 from jaxspec.protocol import Drafter, Weights
@@ -101,7 +101,7 @@ insert = _program(decoding.insert, 0)
 # params, drafter, length; config, capacity, merged, mesh
 empty_caches = _program(decoding.empty_caches)
 # caches, row; slots, mesh
-take = _program(decoding.take)
+take = _program(decoding.take_row)
 # state; capacity, mesh
 grow = _program(decoding.grow)
 # state; batch, mesh
@@ -138,7 +138,7 @@ class Loop:
 
     def put(self, tree: Any) -> Any:
         """Returns arrays on the devices of the loop."""
-        return put(tree, self.place)
+        return put_on_mesh(tree, self.place)
 
     def prefill_static(self, capacity: int) -> dict[str, Any]:
         """Returns the static arguments of `prefill` for rows of `capacity` slots."""

@@ -13,6 +13,9 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.messages import fitted, shown
 from jaxspec.methods import registry
 from jaxspec.methods.acceptors import LOSSY
+from jaxspec.requests.generation_options import GRAMMARS
+from jaxspec.requests.results import Result
+from jaxspec.requests.text import likeliest
 from jaxspec.serving.batch_files import Line, Results
 from jaxspec.serving.openai import (
     ApiRequest,
@@ -23,9 +26,6 @@ from jaxspec.serving.openai import (
     request_of,
 )
 from jaxspec.serving.translation import Choice, Prompts, encoded, rows_of, used
-from jaxspec.texts.generation_options import GRAMMARS
-from jaxspec.texts.results import Result
-from jaxspec.texts.text import likeliest
 
 if TYPE_CHECKING:
     from jaxspec.engine.language_model import LanguageModel

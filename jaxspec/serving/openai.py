@@ -15,9 +15,9 @@ from typing import Any
 from jaxspec.grammar import Grammar
 from jaxspec.host.arguments import flag, listed, whole
 from jaxspec.host.messages import fitted, nearest, shown
+from jaxspec.requests.reading import check_text
+from jaxspec.requests.text import TokenText
 from jaxspec.serving.tools import Call
-from jaxspec.texts.requests import check_text
-from jaxspec.texts.text import TokenText
 from jaxspec.verification import MOST_TOP
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -13,7 +13,7 @@ from typing import Any
 from jaxspec.grammar.calls import ARGS, Form
 from jaxspec.host.files import check_depth
 from jaxspec.io.tokenizers.chat import REASONING, ChatTemplate
-from jaxspec.texts.text import overlap
+from jaxspec.requests.text import overlap
 
 Message = Mapping[str, Any]
 

@@ -10,12 +10,12 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.grammar import Grammar, GrammarError, compile_grammar
 from jaxspec.grammar.calls import Calls, Form
 from jaxspec.host.messages import shown
+from jaxspec.requests.generation_options import GRAMMARS
+from jaxspec.requests.reading import batch_of
+from jaxspec.requests.results import Piece, Result, Statistics
+from jaxspec.requests.text import TokenText, TokenTexts
 from jaxspec.serving.openai import FINISH_REASONS, ApiRequest, BadField, Part, scored, usage_of
 from jaxspec.serving.tools import Reader, told
-from jaxspec.texts.generation_options import GRAMMARS
-from jaxspec.texts.requests import batch_of
-from jaxspec.texts.results import Piece, Result, Statistics
-from jaxspec.texts.text import TokenText, TokenTexts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,17 +10,17 @@ from typing import Any, cast
 import numpy as np
 
 from jaxspec.decoding import DecodeState, Emitted, Parts
-from jaxspec.drafting.choosing_drafter import Choosing
+from jaxspec.drafting.choosing_drafter import ChoosingDrafter
 from jaxspec.model.sharding import fetched
 from jaxspec.programs.compiled import Loop
 from jaxspec.programs.executables import Call
 from jaxspec.protocol import Drafter, Weights
+from jaxspec.requests.results import Expected
 from jaxspec.session.strategies import Always, Turn
-from jaxspec.texts.results import Expected
 
 
 @dataclasses.dataclass(frozen=True)
-class Auto:
+class BuiltAuto:
     """The drafter of `auto` for texts of one kind.
 
     Attributes:
@@ -57,7 +57,7 @@ class Chosen(Always):
 
     name = "auto"
 
-    def __init__(self, loop: Loop, auto: Auto, explain: bool, waits: bool) -> None:
+    def __init__(self, loop: Loop, auto: BuiltAuto, explain: bool, waits: bool) -> None:
         super().__init__(loop, auto.drafter)
         self._auto, self._explain = auto, explain
         # The drafter of the smaller program; None if there is none.
@@ -80,7 +80,7 @@ class Chosen(Always):
     def expected(self) -> tuple[Expected, ...]:
         """The expectations of the candidates, the fastest first."""
         drafter = self._auto.drafter
-        if not self._explain or not isinstance(drafter, Choosing):
+        if not self._explain or not isinstance(drafter, ChoosingDrafter):
             return ()
         return expectations(drafter, self._auto.names)
 
@@ -88,7 +88,7 @@ class Chosen(Always):
     def prices(self) -> dict[str, Any] | None:
         """The candidates, the widths of verification, and the prices, as JSON values."""
         drafter = self._auto.drafter
-        if not self._explain or not isinstance(drafter, Choosing):
+        if not self._explain or not isinstance(drafter, ChoosingDrafter):
             return None
         arrays = {name: np.asarray(value).tolist() for name, value in vars(drafter.prices).items()}
         return {"candidates": list(self._auto.names), "widths": list(drafter.verify_widths), **arrays}
@@ -161,7 +161,7 @@ class Chosen(Always):
 
         The smaller program does not count drafts of models, which therefore always have a chance.
         """
-        rule = cast("Choosing", self._auto.drafter).rule
+        rule = cast("ChoosingDrafter", self._auto.drafter).rule
         return bool(rule.models) or any(
             rule.speedups(at, *counts).max() > 1
             for row in zip(right, wrong, strict=True)
@@ -169,7 +169,7 @@ class Chosen(Always):
         )
 
 
-def expectations(drafter: Choosing, names: Sequence[str]) -> tuple[Expected, ...]:
+def expectations(drafter: ChoosingDrafter, names: Sequence[str]) -> tuple[Expected, ...]:
     """Returns what is expected of each candidate before the first round of a text, alone in a batch."""
     found, rule = [], drafter.rule
     for at, (name, one) in enumerate(zip(names, drafter.candidates, strict=True)):

@@ -18,13 +18,13 @@ from jaxspec.programs import buckets, compiled
 from jaxspec.programs.compiled import Loop
 from jaxspec.programs.executables import Call
 from jaxspec.protocol import Acceptor, Drafter, Weights
+from jaxspec.requests.grammar_tables import tables_on
+from jaxspec.requests.reading import RowRequest
+from jaxspec.requests.row_settings import Shapes, distribution_of
 from jaxspec.sampling import seed_key
+from jaxspec.session.batch_rows import Held
 from jaxspec.session.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
-from jaxspec.session.rows import Held
 from jaxspec.session.strategies import Strategy
-from jaxspec.texts.grammars import tables_on
-from jaxspec.texts.requests import RowRequest
-from jaxspec.texts.row_settings import Shapes, distribution_of
 
 
 class Prompts:
@@ -149,7 +149,7 @@ class Feeding:
         distribution, penalties, log_probs = self._loop.put(
             (distribution_of(requests), self._shapes.penalties(requests), reported)
         )
-        grammar = tables_on(self._loop.place, self._loop.config.vocab_size).of(requests)
+        grammar = tables_on(self._loop.place, self._loop.config.vocab_size).pack(requests)
         penalties = dataclasses.replace(penalties, grammar=grammar)
         return Parts(
             self._drafter,
@@ -320,7 +320,7 @@ class _Reuse:
     def __init__(self, store: PrefixStore, loop: Loop, params: Weights, drafter: Drafter) -> None:
         self._store, self._loop, self._executables = store, loop, loop.executables
         self._params, self._drafter = params, drafter
-        self._owner = Owner.of(drafter, params.drafter)
+        self._owner = Owner.of_drafter(drafter, params.drafter)
         # The bytes of the caches of a row, by capacity.
         self._sizes: dict[int, int] = {}
 

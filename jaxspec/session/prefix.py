@@ -43,7 +43,7 @@ class Owner:
         )
 
     @classmethod
-    def of(cls, drafter: Drafter, params: Any) -> Owner | None:
+    def of_drafter(cls, drafter: Drafter, params: Any) -> Owner | None:
         """Returns the owner of the caches of a drafter with these parameters; None if it has no caches."""
         if type(drafter).absorbed is Drafter.absorbed:
             return None

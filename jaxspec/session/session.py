@@ -19,15 +19,15 @@ from jaxspec.programs import buckets, compiled
 from jaxspec.programs.compiled import Loop
 from jaxspec.programs.jax_settings import needed
 from jaxspec.protocol import Acceptor, Weights
+from jaxspec.requests.pieces import Update
+from jaxspec.requests.reading import RowRequest, drawn_apart, needs_sampling
+from jaxspec.requests.row_settings import Shapes
+from jaxspec.requests.text import Token
+from jaxspec.session.batch_rows import Held, Rows, Widths
 from jaxspec.session.feeding import Feeding, Prompts
 from jaxspec.session.prefix import Prefix, PrefixStore
-from jaxspec.session.rows import Held, Rows, Widths
 from jaxspec.session.strategies import Strategy, Turn
 from jaxspec.stopping import GammaState
-from jaxspec.texts.requests import RowRequest, drawn_apart, needs_sampling
-from jaxspec.texts.row import Update
-from jaxspec.texts.row_settings import Shapes
-from jaxspec.texts.text import Token
 
 # On an accelerator, free rows wait until one row in `REFILL_FRACTION` is free, for less than `REFILL_ROUNDS` rounds.
 REFILL_FRACTION, REFILL_ROUNDS = 16, 64
@@ -98,7 +98,9 @@ class Session:
         # Whether the other rows influence a text: through the drafts that the acceptor takes in one row.
         mixes = strategy.mixes_rows and not acceptor.coupled and needs_sampling(requests)
         self.requests = drawn_apart(requests) if mixes and not elastic else requests
-        self._feeding = Feeding(loop, params, strategy, acceptor, Shapes.of(requests), prefix, prefixes)
+        self._feeding = Feeding(
+            loop, params, strategy, acceptor, Shapes.from_requests(requests), prefix, prefixes
+        )
         self._elastic, self._in_chunks = elastic, in_chunks
         self._waiting: deque[Held] = deque()
         if not elastic:
@@ -153,7 +155,7 @@ class Session:
             return
         example = dataclasses.replace(self.requests[0], prompt=self.requests[0].prompt[:1], start=0)
         counts = range(1, self._widths.most + 1) if self._elastic else [len(self.requests)]
-        batches = sorted({self._widths.of(count) for count in counts})
+        batches = sorted({self._widths.width_for(count) for count in counts})
         calls = [*self._feeding.calls(example, batches, longest, self._elastic, self._in_chunks, continued)]
         # A second thread compiles half of the long ones, and then half of the short ones, at the same time.
         calls.sort(key=lambda call: call[0] is not compiled.run_rounds)
@@ -248,12 +250,13 @@ class Session:
         if not self._elastic:
             self._feeding.feed_shared(asked)
             rows = [self._next([]) for _ in range(count)]
-            return rows + [None] * (self._widths.of(count) - count)
+            return rows + [None] * (self._widths.width_for(count) - count)
         if self._feeding.alone:
             count = 1
         else:
             count = min(
-                count, self._widths.affordable(self._widths.of(count), 1, self._feeding.capacity(asked))
+                count,
+                self._widths.affordable(self._widths.width_for(count), 1, self._feeding.capacity(asked)),
             )
         # Long prompts wait for the next step, which feeds them in chunks.
         first: list[Held | None] = []
@@ -262,7 +265,7 @@ class Session:
         while len(fed) < count and (held := self._next(fed)) is not None:
             (long if self._is_long(held) else first).append(held)
         self._waiting.extendleft(reversed(long))
-        return first + [None] * (self._widths.of(count) - len(first))
+        return first + [None] * (self._widths.width_for(count) - len(first))
 
     def _begin(self, first: list[Held | None]) -> list[Update]:
         """Feeds the prompts of the first requests, which make the batch."""
@@ -325,7 +328,9 @@ class Session:
         if self._elastic and len(self._waiting) > len(free):
             before = len(self.rows)
             wanted = min(before - len(free) + len(self._waiting), self._widths.most)
-            if (width := self._widths.affordable(self._widths.of(wanted), before, self.capacity)) > before:
+            if (
+                width := self._widths.affordable(self._widths.width_for(wanted), before, self.capacity)
+            ) > before:
                 self._resize(width)
                 free += range(before, width)
         return free
@@ -409,7 +414,7 @@ class Session:
         Only to a number of rows for which the loop is compiled already; the program that drops the rows is compiled in
         the background first, except on a mesh, whose processes must all run it in the same step.
         """
-        width = self._widths.of(max(self.rows.num_used, 1))
+        width = self._widths.width_for(max(self.rows.num_used, 1))
         if not self._elastic or self._waiting or self._refills or 2 * width > len(self.rows):
             return
         resize: tuple[Any, ...] = compiled.resize, self._state

@@ -16,7 +16,7 @@ from jaxspec.programs import compiled
 from jaxspec.programs.compiled import Loop
 from jaxspec.programs.executables import Call
 from jaxspec.protocol import Drafter, Weights
-from jaxspec.texts.results import Expected
+from jaxspec.requests.results import Expected
 
 
 class Turn(NamedTuple):
@@ -148,7 +148,7 @@ class Specialised(Always):
         """Returns the drafter for the mask of the live rows; None where they have different masks."""
         plans = np.asarray(self.drafter.plans(state.drafter_state, jnp.asarray(live)))[live]
         alike = len(plans) > 0 and bool((plans == plans[0]).all())
-        return self.drafter.specialised(LayerPlan.of(plans[0])) if alike else None
+        return self.drafter.specialised(LayerPlan.from_array(plans[0])) if alike else None
 
 
 def for_drafter(loop: Loop, drafter: Drafter) -> Strategy:

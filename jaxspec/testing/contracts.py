@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec import decoding
 from jaxspec.acceptance import BlockAcceptor, CoupledAcceptor, GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import DecodeState, Parts
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.protocol import Acceptor, Drafter, Prefill, Proposal, View, Weights
@@ -67,8 +67,8 @@ def check_drafter(
       AssertionError: a contract is broken; the message names it and the failing example.
 
     Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> check_drafter(NGram(num_draft_tokens=3), acceptors=["greedy"])
+      >>> from jaxspec.drafting.ngram_drafter import NGramDrafter
+      >>> check_drafter(NGramDrafter(num_draft_tokens=3), acceptors=["greedy"])
       'NGram passed 8 checks with the acceptors greedy'
     """
     small = dataclasses.replace(FOUR, num_layers=config.num_layers)
@@ -98,8 +98,8 @@ def drafter_loop(
     """Returns the loop of a drafter on a small model; see `check_drafter`.
 
     Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
-      >>> drafter_loop(NGram(num_draft_tokens=3), "greedy").parts.acceptor
+      >>> from jaxspec.drafting.ngram_drafter import NGramDrafter
+      >>> drafter_loop(NGramDrafter(num_draft_tokens=3), "greedy").parts.acceptor
       GreedyAcceptor()
     """
     drafter: Any = make
@@ -261,7 +261,7 @@ def _same(found: Sequence[int], expected: Sequence[int], row: int) -> None:
 
 def check_seeded_text(loop: Loop) -> None:
     """Checks that with the coupled acceptor each row equals the text that plain decoding draws with the row's key."""
-    parts = dataclasses.replace(loop.parts, drafter=Autoregressive(), acceptor=BlockAcceptor())
+    parts = dataclasses.replace(loop.parts, drafter=AutoregressiveDrafter(), acceptor=BlockAcceptor())
     plain = Loop(parts, Weights(loop.weights.target), loop.config)
     for seeds in ((1, 2, 3), (44, 55, 66)):
         found, expected = (one.texts(PROMPTS, BUDGETS, seeds=seeds) for one in (loop, plain))

@@ -38,9 +38,9 @@ class Loop:
     """A method on a model, with one row per prompt.
 
     Examples:
-      >>> from jaxspec.drafting.ngram_drafter import NGram
+      >>> from jaxspec.drafting.ngram_drafter import NGramDrafter
       >>> from jaxspec.testing.contracts import drafter_loop
-      >>> loop = drafter_loop(NGram(num_draft_tokens=3), "greedy")
+      >>> loop = drafter_loop(NGramDrafter(num_draft_tokens=3), "greedy")
       >>> texts = loop.texts([[1, 2, 3], [5], [7]], budgets=4)
       >>> texts[0] == greedy([1, 2, 3], budget=4)
       True

@@ -20,8 +20,8 @@ from jaxspec.measuring.bench.speed import (
 )
 from jaxspec.measuring.bench.suite import carried
 from jaxspec.measuring.bench.timing import interleaved, measure_runs
-from jaxspec.texts.results import Result, Statistics
-from jaxspec.texts.text import Token
+from jaxspec.requests.results import Result, Statistics
+from jaxspec.requests.text import Token
 from tests import refused
 
 

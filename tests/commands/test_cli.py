@@ -38,10 +38,10 @@ from jaxspec.measuring.commands.search import Search
 from jaxspec.measuring.commands.tune import Tune
 from jaxspec.methods import Method, registry
 from jaxspec.model.llama import num_params
+from jaxspec.requests.results import Piece, Statistics
+from jaxspec.requests.text import RowText, Token, row_text
 from jaxspec.serving.commands.serve import Serve
 from jaxspec.testing import reference
-from jaxspec.texts.results import Piece, Statistics
-from jaxspec.texts.text import RowText, Token, row_text
 from tests import caching, refused
 from tests.commands import CONFIG, PROMPT, called, one_error, write_model, write_tokenizer
 from tests.files.test_tokenizer import tokenizer

@@ -17,7 +17,7 @@ import pytest
 
 from jaxspec.cli import main
 from jaxspec.costs.rounds import LONGEST, Prediction, StepCosts, predicted_speedup, tokens_per_round
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan
 from jaxspec.measuring.tuning import mask_search as bench
@@ -146,7 +146,7 @@ def test_agreement_is_that_of_drafts_token_by_token_and_no_mask_compiles(deep):
     score = bench.Agreement(deep, texts, COSTS)
     compiled = objectives._agreement._cache_size()
     step = jax.jit(llama.forward, static_argnums=0)
-    parts = tiny.Parts(Autoregressive(), tiny.ACCEPTORS["greedy"](), tiny.Greedy())
+    parts = tiny.Parts(AutoregressiveDrafter(), tiny.ACCEPTORS["greedy"](), tiny.Greedy())
     plain = tiny.Loop(parts, Weights(deep.params), DEEP)
     rates = []
     for plan in PLANS:

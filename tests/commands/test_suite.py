@@ -15,8 +15,8 @@ import pytest
 from jaxspec import methods
 from jaxspec.cli.methods import parse_run
 from jaxspec.costs.rounds import DraftCost
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
-from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
+from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.measuring.bench import free_rows, prompts, suite
 from jaxspec.measuring.bench.bench_records import Record
 from jaxspec.measuring.bench.prompt_files import Task
@@ -27,9 +27,9 @@ from jaxspec.measuring.commands import bench
 from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods.base import share_of_step
 from jaxspec.model.llama import floor_bytes
+from jaxspec.requests.results import Result, Statistics
+from jaxspec.requests.text import Token
 from jaxspec.testing import language_model
-from jaxspec.texts.results import Result, Statistics
-from jaxspec.texts.text import Token
 from tests import refused, tiny
 from tests.commands import called
 
@@ -75,7 +75,7 @@ class Fake:
         return iter(())
 
     def drafter(self, method, *, distributions):
-        return (NGram() if method.name == "ngram" else Autoregressive()), None
+        return (NGramDrafter() if method.name == "ngram" else AutoregressiveDrafter()), None
 
     def generate(self, prompts, *, method, seed, **options):
         if len(self.calls) == self._stopped_at:

@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec.cli import main
 from jaxspec.drafting.asd_drafter import admg
-from jaxspec.drafting.s2d_drafter import S2D
+from jaxspec.drafting.s2d_drafter import S2DDrafter
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.io.methods.method_files import ASD_NAME
@@ -262,14 +262,14 @@ def test_the_fastest_thresholds_win(deep, monkeypatch):
             return {"score": score, "tokens_per_second": 1.0, "draft_acceptance_rate": None}
 
     monkeypatch.setattr(s2d_sweep, "Speed", Known)
-    drafter = S2D(deep.config, (1, 2, 3), jnp.zeros(2))
+    drafter = S2DDrafter(deep.config, (1, 2, 3), jnp.zeros(2))
     report = tune_s2d(deep, PROMPTS, drafter, "parameters")
     assert report["results"][0] == {
         "thresholds": [0.7, 0.3], "turns": 5, "score": 2.0, "tokens_per_second": 1.0, "draft_acceptance_rate": None,
     }  # fmt: skip
     assert len(report["results"]) == report["settings"] == 21
     with refused(r"the draft has one exit \(2 layers\)"):
-        tune_s2d(deep, PROMPTS, S2D(deep.config, (2,), jnp.zeros(0)))
+        tune_s2d(deep, PROMPTS, S2DDrafter(deep.config, (2,), jnp.zeros(0)))
 
 
 def test_thresholds_fit_a_draft_and_its_quantised_copy(model, tmp_path):

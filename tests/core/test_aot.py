@@ -178,7 +178,7 @@ def test_what_a_chip_holds():
 def test_a_device_holds_its_part():
     """On an abstract mesh of four, a device holds a quarter of the heads, of the MLP and of the vocabulary."""
     devices = [jax.devices("cpu")[0]] * 4
-    assert Place.of(devices[:1], {"data": 1, "model": 1}).mesh is None
+    assert Place.from_devices(devices[:1], {"data": 1, "model": 1}).mesh is None
     config = LlamaConfig(64, 16, 32, 1, 8, 4, 8)
     place = Place(devices, AbstractMesh((1, 4), ("data", "model")))
     placed = place.put_params(ModelShape("one", config).params(jnp.bfloat16), config)
@@ -324,7 +324,7 @@ def rounds_on(topology: str, method: str, bits: int | None = None) -> tuple[aot.
     """The programs of a method, of which the rounds compile and fit, and the optimised HLO of these."""
     compile_only()
     chips = parse_topology(topology)
-    place = Place.of(aot.devices(chips), mesh_axes(None, chips.num_devices))
+    place = Place.from_devices(aot.devices(chips), mesh_axes(None, chips.num_devices))
     target = dataclasses.replace(SMALL, bits=bits)
     made = programs(place, method, target=target, capacity=256, dtype=jnp.bfloat16)
     rounds = made.rounds()

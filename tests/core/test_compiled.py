@@ -21,20 +21,20 @@ from jax.extend.core import Var
 from jaxspec import decoding, verification
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts, Request
-from jaxspec.drafting.asd_drafter import ASD
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
-from jaxspec.drafting.choosing_drafter import Choosing
-from jaxspec.drafting.draft_model_drafter import DraftModel
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
-from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.asd_drafter import ASDDrafter
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
+from jaxspec.drafting.choosing_drafter import ChoosingDrafter
+from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
+from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.drafting.lookup import LookupDrafter
-from jaxspec.drafting.ngram_drafter import NGram
-from jaxspec.drafting.s2d_drafter import S2D
-from jaxspec.drafting.token_recycling_drafter import TokenRecycling
-from jaxspec.heads.dflash.drafter import DFlash
-from jaxspec.heads.eagle.drafter import Eagle
-from jaxspec.heads.hydra.drafter import Hydra
-from jaxspec.heads.kangaroo.drafter import Kangaroo
+from jaxspec.drafting.ngram_drafter import NGramDrafter
+from jaxspec.drafting.s2d_drafter import S2DDrafter
+from jaxspec.drafting.token_recycling_drafter import TokenRecyclingDrafter
+from jaxspec.heads.dflash.drafter import DFlashDrafter
+from jaxspec.heads.eagle.drafter import EagleDrafter
+from jaxspec.heads.hydra.drafter import HydraDrafter
+from jaxspec.heads.kangaroo.drafter import KangarooDrafter
 from jaxspec.model import cache as kv
 from jaxspec.model import llama, prefill
 from jaxspec.model.cache import KVCache
@@ -95,8 +95,13 @@ def cache_shapes(call: Call) -> set[tuple[int, ...]]:
     state = call.args[2]
     caches = [node for node in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(node)]
     drafter = call.args[1].drafter
-    drafters = drafter.candidates if isinstance(drafter, Choosing) else [drafter]
-    own = [isinstance(one, (DFlash, DraftModel, Eagle, Hydra, Kangaroo, S2D)) for one in drafters]
+    drafters = drafter.candidates if isinstance(drafter, ChoosingDrafter) else [drafter]
+    own = [
+        isinstance(
+            one, (DFlashDrafter, DraftModelDrafter, EagleDrafter, HydraDrafter, KangarooDrafter, S2DDrafter)
+        )
+        for one in drafters
+    ]
     assert len(caches) == 1 + sum(own)
     return {leaf.shape for cache in caches for leaf in jax.tree.leaves(cache.layers)}
 
@@ -235,7 +240,7 @@ def test_the_widths_of_verification(lm, method):
         "token-recycling": (1, 6),
         "eagle-tree": (8,),
     }
-    usual = (1, 2, 4) if isinstance(drafter, LookupDrafter | Choosing) else (1, 4)
+    usual = (1, 2, 4) if isinstance(drafter, LookupDrafter | ChoosingDrafter) else (1, 4)
     assert widths == expected.get(method, usual)
 
 
@@ -340,7 +345,7 @@ def products_of_a_round(drafter: Any, monkeypatch) -> dict[str, list[int]]:
 
 def test_verification_after_an_early_exit_runs_the_other_layers(monkeypatch):
     """The other layers run over K + 1 rows; the first E over one row per draft step, and for the last draft token."""
-    made = products_of_a_round(LayerSkip(FIVE, 2, Constant(), 4), monkeypatch)
+    made = products_of_a_round(LayerSkipDrafter(FIVE, 2, Constant(), 4), monkeypatch)
     for layer, matrix in itertools.product(range(5), MATRICES):
         assert made.pop(f".target['layers'][{layer}]{matrix}") == ([1, 1] if layer < 2 else [5])
     assert made == {".target['head']": [1, 5]}
@@ -349,7 +354,7 @@ def test_verification_after_an_early_exit_runs_the_other_layers(monkeypatch):
 def test_verification_runs_every_layer_after_a_draft_of_the_whole_model(monkeypatch):
     """The counts of the test above without sharing; sublayers that a static mask skips are absent."""
     plan = LayerPlan.skipping(5, attention=[1], mlp=[3])
-    made = products_of_a_round(DraftVerify(FIVE, plan, Constant(), 4), monkeypatch)
+    made = products_of_a_round(DraftVerifyDrafter(FIVE, plan, Constant(), 4), monkeypatch)
     for layer, matrix in itertools.product(range(5), MATRICES):
         skipped = (layer, matrix[2:5]) in ((1, "att"), (3, "mlp"))
         assert made.pop(f".target['layers'][{layer}]{matrix}") == ([5] if skipped else [1, 5])
@@ -389,10 +394,10 @@ def operations(program: Any) -> collections.Counter:
 def test_who_needs_no_similarities_does_not_pay_for_them(monkeypatch):
     """The optimised prefill of plain decoding equals that of a model without similarities."""
 
-    program = prefill_program(FIVE, Autoregressive(), 32, 8)
-    used = prefill_program(FIVE, ASD(FIVE), 32, 8)
+    program = prefill_program(FIVE, AutoregressiveDrafter(), 32, 8)
+    used = prefill_program(FIVE, ASDDrafter(FIVE), 32, 8)
     monkeypatch.setattr(prefill, "cosine", lambda x, y: jnp.zeros(x.shape[:-1]))
-    unaware = prefill_program(FIVE, Autoregressive(), 32, 8)
+    unaware = prefill_program(FIVE, AutoregressiveDrafter(), 32, 8)
     assert operations(program) == operations(unaware)
     for name in ("flops", "bytes accessed"):
         assert program.cost_analysis()[name] == unaware.cost_analysis()[name]
@@ -405,8 +410,8 @@ def test_a_layer_adds_few_instructions_on_a_cpu():
 
     def instructions(num_layers: int) -> dict[str, int]:
         config = dataclasses.replace(tiny.TARGET, num_layers=num_layers, max_position_embeddings=1024)
-        run, weights, parts, request = prefill_call(config, Autoregressive(), 512, 64)
-        choosing = tiny.choosing(config, (NGram(num_draft_tokens=7),))
+        run, weights, parts, request = prefill_call(config, AutoregressiveDrafter(), 512, 64)
+        choosing = tiny.choosing(config, (NGramDrafter(num_draft_tokens=7),))
         programs = {}
         with tracing(weights):
             programs["prefill"] = jax.jit(run).lower(weights, parts, request)
@@ -458,9 +463,9 @@ def test_who_aux_layers_nothing_does_not_pay_for_aux_layers(monkeypatch):
         return real(config, params, hidden, start, cache, (), **options)
 
     head = tiny.eagle_head(tiny.TARGET)
-    drafters = (Autoregressive(), NGram(num_draft_tokens=4))
+    drafters = (AutoregressiveDrafter(), NGramDrafter(num_draft_tokens=4))
     programs = [loop_programs(tiny.TARGET, drafter) for drafter in drafters]
-    aux_drafter = loop_programs(tiny.TARGET, Eagle(tiny.TARGET, head), tiny.head_params(head))
+    aux_drafter = loop_programs(tiny.TARGET, EagleDrafter(tiny.TARGET, head), tiny.head_params(head))
     monkeypatch.setattr(llama, "run_with_aux", unaware)
     assert programs == [loop_programs(tiny.TARGET, drafter) for drafter in drafters]
     assert all(one not in aux_drafter for pair in programs for one in pair)
@@ -485,10 +490,10 @@ def test_who_drafts_a_chain_does_not_pay_for_trees(monkeypatch):
         (jax.lax, "top_k"),
     ):
         spied(place, name)
-    loop_programs(tiny.TARGET, NGram(num_draft_tokens=4))
-    loop_programs(FIVE, LayerSkip(FIVE, 2, Constant(), 4))
+    loop_programs(tiny.TARGET, NGramDrafter(num_draft_tokens=4))
+    loop_programs(FIVE, LayerSkipDrafter(FIVE, 2, Constant(), 4))
     assert used == set()
-    loop_programs(tiny.TARGET, TokenRecycling(Shape((-1, -1, 0), (0, 1, 0))))
+    loop_programs(tiny.TARGET, TokenRecyclingDrafter(Shape((-1, -1, 0), (0, 1, 0))))
     assert used == {"of", "visible", "walk", "move", "top_k"}
 
 
@@ -505,8 +510,8 @@ def test_similarities_are_nearly_free():
         num_kv_heads=12,
         head_dim=64,
     )
-    plain = prefill_program(config, Autoregressive(), 256, 256).cost_analysis()["flops"]
-    asd = prefill_program(config, ASD(config), 256, 256).cost_analysis()["flops"]
+    plain = prefill_program(config, AutoregressiveDrafter(), 256, 256).cost_analysis()["flops"]
+    asd = prefill_program(config, ASDDrafter(config), 256, 256).cost_analysis()["flops"]
     matrices = llama.num_params(config) - 2 * 256 * 768
     assert plain > 2 * 256 * matrices
     assert plain < asd < 1.01 * plain

@@ -20,16 +20,16 @@ import pytest
 from jaxspec import decoding
 from jaxspec.acceptance import BlockAcceptor, RejectionAcceptor
 from jaxspec.decoding import Parts
-from jaxspec.drafting.asd_drafter import ASD
+from jaxspec.drafting.asd_drafter import ASDDrafter
 from jaxspec.drafting.chain_drafter import ChainDrafter, draft_chain
-from jaxspec.drafting.choosing_drafter import Choosing
-from jaxspec.drafting.clasp_drafter import CLaSp
-from jaxspec.drafting.draft_model_drafter import DraftModel
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
-from jaxspec.drafting.layerskip_drafter import LayerSkip
-from jaxspec.drafting.s2d_drafter import S2D
+from jaxspec.drafting.choosing_drafter import ChoosingDrafter
+from jaxspec.drafting.clasp_drafter import CLaSpDrafter
+from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
+from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
+from jaxspec.drafting.s2d_drafter import S2DDrafter
 from jaxspec.drafting.tree_drafter import Dynamic
-from jaxspec.heads.kangaroo.drafter import Kangaroo
+from jaxspec.heads.kangaroo.drafter import KangarooDrafter
 from jaxspec.heads.kangaroo.network import KangarooConfig
 from jaxspec.model import cache as kv
 from jaxspec.model.plan import LayerPlan
@@ -187,7 +187,7 @@ def test_log_probs_are_the_distribution_the_draft_was_drawn_from(combination):
     # Trees of the most probable tokens have no draws.
     draws = [
         isinstance(one, ChainDrafter) and not isinstance(getattr(one, "tree", None), Dynamic)
-        for one in (drafter.candidates if isinstance(drafter, Choosing) else [drafter])
+        for one in (drafter.candidates if isinstance(drafter, ChoosingDrafter) else [drafter])
     ]
     assert (proposal.log_probs is not None) == any(draws)
 
@@ -249,8 +249,8 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
     config, weights = tiny.DEEP, tiny.params(tiny.DEEP)
     everything = LayerPlan.skipping(config.num_layers)
     off = jnp.float32(1), jnp.int32(0), jnp.int32(0)
-    asd = ASD(config, *off, Constant(), tiny.K)
-    verify = DraftVerify(config, everything, Constant(), tiny.K)
+    asd = ASDDrafter(config, *off, Constant(), tiny.K)
+    verify = DraftVerifyDrafter(config, everything, Constant(), tiny.K)
     rest = [jax.tree.map(jnp.zeros_like, layer) for layer in weights["layers"][1:]]
     idle = {**weights, "layers": [weights["layers"][0], *rest]}
     adapter = KangarooConfig(config.truncated(1))
@@ -258,33 +258,38 @@ def whole_drafts() -> dict[str, tuple[tiny.LlamaConfig, Any, Any, Any]]:
     return {
         "draft-model": (
             tiny.TARGET,
-            DraftModel(tiny.TARGET, num_draft_tokens=tiny.K),
+            DraftModelDrafter(tiny.TARGET, num_draft_tokens=tiny.K),
             tiny.params(),
             tiny.params(),
         ),
         "draft-model-pairs": (
             tiny.TARGET,
-            DraftModel(tiny.TARGET, num_draft_tokens=tiny.K, pairs=True),
+            DraftModelDrafter(tiny.TARGET, num_draft_tokens=tiny.K, pairs=True),
             tiny.params(),
             tiny.params(),
         ),
         # It never uses an earlier exit than the last.
         "s2d": (
             tiny.TARGET,
-            S2D(tiny.TARGET, (1, 2), jnp.float32([1.1]), Constant(), tiny.K),
+            S2DDrafter(tiny.TARGET, (1, 2), jnp.float32([1.1]), Constant(), tiny.K),
             tiny.params(),
             tiny.params(),
         ),
         "asd": (config, asd, weights, None),
         # Without the first layer, which writes nothing, it equals the target.
-        "clasp": (config, CLaSp(config, 1, jnp.int32(1), Constant(), tiny.K), first_idle(weights), None),
+        "clasp": (
+            config,
+            CLaSpDrafter(config, 1, jnp.int32(1), Constant(), tiny.K),
+            first_idle(weights),
+            None,
+        ),
         "asd-shared": (config, asd.replace(shared_mask=True), weights, None),
         "draft-verify": (config, verify.replace(plan=everything.traced()), weights, None),
         "draft-verify-static": (config, verify, weights, None),
         # With zero weights in all other layers, the target equals its own first layer.
-        "layerskip": (config, LayerSkip(config, 1, Constant(), tiny.K), idle, None),
+        "layerskip": (config, LayerSkipDrafter(config, 1, Constant(), tiny.K), idle, None),
         # An adapter that writes nothing.
-        "kangaroo": (config, Kangaroo(config, adapter, 1, Constant(), tiny.K), idle, silent),
+        "kangaroo": (config, KangarooDrafter(config, adapter, 1, Constant(), tiny.K), idle, silent),
         "hydra": (tiny.TARGET, *tiny.exact_hydra()),
         **{kind: (tiny.TARGET, *tiny.exact_head(kind)) for kind in ("eagle", "eagle3")},
     }

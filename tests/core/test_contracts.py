@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import struct
 
-from jaxspec.drafting.draft_model_drafter import DraftModel
+from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
 from jaxspec.model.cache import KVCache
 from jaxspec.protocol import Drafter
 from jaxspec.stopping import Constant
@@ -23,7 +23,7 @@ from tests import tiny
 class Wrapped(Drafter):
     """A draft model that keeps the contracts; its state is that and a number per row, of the rounds drafted."""
 
-    inner: DraftModel
+    inner: DraftModelDrafter
 
     @property
     def num_draft_tokens(self):
@@ -132,7 +132,7 @@ def table() -> jax.Array:
 
 def loop_of(drafter: Any) -> tiny.Loop:
     small = dataclasses.replace(tiny.TARGET, num_layers=1, intermediate_size=20)
-    made = drafter(DraftModel(small, Constant(), tiny.K))
+    made = drafter(DraftModelDrafter(small, Constant(), tiny.K))
     return contracts.drafter_loop(lambda config: (made, tiny.params(small)), "rejection")
 
 

@@ -16,14 +16,14 @@ from flax import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.drafting.asd_drafter import ASD
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.asd_drafter import ASDDrafter
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.drafting.chain_drafter import ChainState, draft_chain
-from jaxspec.drafting.draft_model_drafter import DraftModel
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
-from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
+from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.drafting.lookup import BREAK
-from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.model import cache as kv
 from jaxspec.model.plan import LayerPlan
 from jaxspec.protocol import Outcome, View, rising_widths
@@ -46,14 +46,14 @@ from tests import tiny
 V, ROWS, SIZE = 3, 4, 20
 TEXTS = np.array([0, 1, 2, 0, 1, 1, BREAK, 2, 2, 1, 0, BREAK, 1, 2, BREAK, BREAK], np.int32)
 NGRAMS = {
-    "usual": NGram(num_draft_tokens=4),
-    "long": NGram(ngram_max=4, ngram_min=2, num_draft_tokens=3),
-    "reference": NGram(jnp.asarray(TEXTS), ngram_max=5, num_draft_tokens=4),
-    "reference-short": NGram(jnp.asarray(TEXTS), ngram_max=3, ngram_min=2, num_draft_tokens=2),
+    "usual": NGramDrafter(num_draft_tokens=4),
+    "long": NGramDrafter(ngram_max=4, ngram_min=2, num_draft_tokens=3),
+    "reference": NGramDrafter(jnp.asarray(TEXTS), ngram_max=5, num_draft_tokens=4),
+    "reference-short": NGramDrafter(jnp.asarray(TEXTS), ngram_max=3, ngram_min=2, num_draft_tokens=2),
 }
 
 
-def continuations(drafter: NGram, text: list[int]) -> list[list[int]]:
+def continuations(drafter: NGramDrafter, text: list[int]) -> list[list[int]]:
     """Returns the continuations of all occurrences of the text's longest matching suffix, from left to right."""
     searched = text if drafter.reference is None else TEXTS.tolist()
     for n in range(min(drafter.ngram_max, len(text)), drafter.ngram_min - 1, -1):
@@ -100,9 +100,13 @@ def test_ngram_finds_what_the_slow_twin_finds(name, texts, beyond, seed):
 
 
 def test_verify_widths():
-    assert Autoregressive().verify_widths == (1,)
+    assert AutoregressiveDrafter().verify_widths == (1,)
     # Grammars and suffixes draft a few tokens too.
-    assert [NGram(num_draft_tokens=k).verify_widths for k in (1, 7, 10)] == [(1, 2), (1, 2, 8), (1, 2, 5, 11)]
+    assert [NGramDrafter(num_draft_tokens=k).verify_widths for k in (1, 7, 10)] == [
+        (1, 2),
+        (1, 2, 8),
+        (1, 2, 5, 11),
+    ]
     assert [rising_widths(k) for k in (1, 3, 8, 9, 33)] == [
         (1, 2),
         (1, 4),
@@ -318,24 +322,25 @@ def test_a_draft_reads_the_slots_of_its_window_only(name):
 
 def test_records_are_values():
     """The structure of a part is static and compared by value; its numbers are leaves."""
-    one, other = (dataclasses.replace(NGram(), num_draft_tokens=k) for k in (10, 10))
+    one, other = (dataclasses.replace(NGramDrafter(), num_draft_tokens=k) for k in (10, 10))
     assert jax.tree.structure(one) == jax.tree.structure(other)
     assert hash(jax.tree.structure(one)) == hash(jax.tree.structure(other))
-    assert jax.tree.structure(one) != jax.tree.structure(NGram(num_draft_tokens=9))
+    assert jax.tree.structure(one) != jax.tree.structure(NGramDrafter(num_draft_tokens=9))
     config, all_run, skipping = tiny.DEEP, LayerPlan.skipping(3), LayerPlan.skipping(3, mlp=[1])
     numbers = {
         ConfidenceBelow(FixedGamma(0.5)): 1,
         ProductBelow(FixedGamma(0.5), Probe(0.1, 0.2, 0.3)): 4,
         AdaptiveGamma(): 5,
-        ASD(config, rule=Constant()): 3,
-        DraftVerify(config, all_run, Constant()): 0,
-        DraftVerify(config, 0.5, Constant()): 1,
-        LayerSkip(config, 1, ProductBelow(FixedGamma(0.5))): 1,
+        ASDDrafter(config, rule=Constant()): 3,
+        DraftVerifyDrafter(config, all_run, Constant()): 0,
+        DraftVerifyDrafter(config, 0.5, Constant()): 1,
+        LayerSkipDrafter(config, 1, ProductBelow(FixedGamma(0.5))): 1,
     }
     for part, count in numbers.items():
         assert len(jax.tree.leaves(part)) == count, part
     plans = [
-        jax.tree.structure(DraftVerify(config, plan, Constant())) for plan in (all_run, all_run, skipping)
+        jax.tree.structure(DraftVerifyDrafter(config, plan, Constant()))
+        for plan in (all_run, all_run, skipping)
     ]
     assert plans[0] == plans[1] != plans[2]
 
@@ -345,7 +350,7 @@ def test_a_draft_model_counts_the_tokens_that_its_cache_holds():
 
     The last row has finished. If it were behind, each later round would feed the draft model once more for it.
     """
-    drafter = DraftModel(tiny.TARGET, num_draft_tokens=4)
+    drafter = DraftModelDrafter(tiny.TARGET, num_draft_tokens=4)
     state = ChainState(drafter.rule.init(5), (None, jnp.full(5, 5)))
     drafted, accepted = jnp.array([0, 4, 4, 4, 0]), jnp.array([0, 0, 2, 4, 0])
     outcome = Outcome(jnp.zeros((5, 5), jnp.int32), jnp.array([1, 1, 3, 5, 0]), drafted, accepted)

@@ -134,7 +134,7 @@ def check_history(config, form, widths):
         *(fed(config, params, TEXTS[row : row + 1], [1] * LENGTH) for row in range(3)), strict=True
     )
     shape = Shape((-1, -1, 0, 1, 3, 2, 3, 4, 4))
-    tree, paths = Tree.of(shape, shape.depth), ([0, 2, 4, 5, 8], [0, 1, 3, 6])
+    tree, paths = Tree.from_parents(shape, shape.depth), ([0, 2, 4, 5, 8], [0, 1, 3, 6])
     cache, ends = kv.create(config, 3, 256, params["embed"].dtype), np.zeros(3, np.int32)
     while ends[2] < LENGTH:
         order = rng.permutation(3)
@@ -159,7 +159,7 @@ def check_history(config, form, widths):
         ends[order] += counts
         cache = placed(cache, np.argsort(order))
     for text, end in enumerate(ends):
-        leaves = (jax.tree.leaves(of.layers) for of in (kv.take(cache, text, 256), caches[text]))
+        leaves = (jax.tree.leaves(of.layers) for of in (kv.take_row(cache, text, 256), caches[text]))
         for found, alone in zip(*leaves, strict=True):
             np.testing.assert_array_equal(found[:, :end], alone[:, :end])
 
@@ -183,10 +183,10 @@ def test_a_path_of_a_tree_has_the_numbers_of_a_text(form):
     tokens = RNG.integers(0, CONFIG.vocab_size, (3, 1 + shape.num_nodes)).astype(np.int32)
     tokens[2, rows] = TEXTS[0, before:]
     _, started = fed(CONFIG, params, jnp.roll(TEXTS[:, :before], -1, axis=0), [25] * 5)
-    tree, start = Tree.of(shape, shape.depth), jnp.full(3, before, jnp.int32)
+    tree, start = Tree.from_parents(shape, shape.depth), jnp.full(3, before, jnp.int32)
     logits, found = step(CONFIG, params, jnp.asarray(tokens), start, started, tree)
     np.testing.assert_array_equal(logits[2, rows], alone[0, before:])
-    moved = kv.take(kv.move(found, start, jnp.asarray([rows] * 3), len(tokens[0])), 2, 256)
+    moved = kv.take_row(kv.move(found, start, jnp.asarray([rows] * 3), len(tokens[0])), 2, 256)
     for one, other in zip(*(jax.tree.leaves(of.layers) for of in (moved, cache)), strict=True):
         np.testing.assert_array_equal(one[:, :LENGTH], other[:, :LENGTH])
 

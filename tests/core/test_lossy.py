@@ -71,7 +71,7 @@ def test_of_a_tree_the_longest_path_of_typical_tokens_stands():
     found = TypicalAcceptor().accept_tree(
         keys,
         Proposal(jnp.asarray(tokens, jnp.int32), jnp.full(ROWS, nodes)),
-        Tree.of(Shape(parents), depth),
+        Tree.from_parents(Shape(parents), depth),
         jnp.asarray(logits),
         Sampling(jnp.asarray(temperature, jnp.float32)),
     )

@@ -27,7 +27,7 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.sharding import left_whole, spread_config, with_copies, without_copies
 from tests import gguf_files, python, refused, tiny, variables, xla
 from tests.commands import CONFIG, PROMPT, called, one_error, write_tiny
-from tests.grammars import greedy_text, table
+from tests.random_grammars import greedy_text, table
 
 # Data × model, for two key/value heads with four query heads each.
 MESHES = ("1x8", "2x4", "4x2", "8x1")
@@ -48,7 +48,7 @@ from jaxspec.model import llama
 from jaxspec.model.sharding import spread
 from tests import tiny
 from tests.core.test_mesh import TABLE
-from tests.grammars import table
+from tests.random_grammars import table
 
 assert jax.device_count() == 8
 made = {}
@@ -102,7 +102,7 @@ import jax
 
 from jaxspec import LanguageModel
 from jaxspec.measuring.bench import steps
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.programs import buckets, compiled
 from jaxspec.io.trained_for import TrainedFor
 from jaxspec.loading.loading import with_adapter
@@ -184,7 +184,7 @@ print("fed")
 
 # What is timed is decoding too, on the same devices, and compiles once.
 timed = (
-    steps.Steps(lm, Weights(lm.params), Autoregressive()),
+    steps.Steps(lm, Weights(lm.params), AutoregressiveDrafter()),
     steps.SubmodelSteps(lm, LayerPlan.skipping(2)),
 )
 events = []

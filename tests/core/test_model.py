@@ -542,7 +542,7 @@ def test_layers_in_a_loop_equal_layers_one_after_the_other(case):
     # In a ragged batch, the first row has no text yet.
     begin = jnp.full(batch, start).at[0].multiply(not given.pop("ragged", False))
     plan = jnp.array([[1, 1], [0, 1], [1, 0], [0, 0], [1, 1], [1, 1]], bool) if given.pop("plan", 0) else None
-    tree = Tree.of(Shape((-1, -1, 0)), 3) if given.pop("tree", False) else None
+    tree = Tree.from_parents(Shape((-1, -1, 0)), 3) if given.pop("tree", False) else None
     weights, atol = given.pop("weights", lambda config, params: params), given.pop("atol", 1e-5)
     config = dataclasses.replace(BASE, num_layers=6, max_position_embeddings=1024, **given)
     params = weights(config, llama.init_params(config, jax.random.key(0)))

@@ -123,7 +123,7 @@ def test_rows_of_a_tree_see_the_drafts_on_their_path():
     )
     for name in NAMES:
         found = penalties(name, ((7,),), (2,)).apply(
-            *(jnp.asarray(logits), tokens, jnp.array([4]), jnp.array([drafts]), Tree.of(shape, 3))
+            *(jnp.asarray(logits), tokens, jnp.array([4]), jnp.array([drafts]), Tree.from_parents(shape, 3))
         )
         for row, path in enumerate(paths):
             if row != 5:  # row 5 has no node

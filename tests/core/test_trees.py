@@ -15,7 +15,7 @@ from flax import struct
 
 from jaxspec.acceptance import BlockAcceptor, GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import Parts
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.drafting.tree_drafter import Dynamic, combine
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
@@ -56,8 +56,8 @@ def test_a_tree_knows_depths_and_paths():
     """One tree for all rows, or one for each row."""
     rng = np.random.default_rng(0)
     each = [random_parents(rng, NODES, DEPTH) for _ in range(4)]
-    tree = Tree.of(jnp.array(each), DEPTH)
-    static = Tree.of(SHAPE, DEPTH)
+    tree = Tree.from_parents(jnp.array(each), DEPTH)
+    static = Tree.from_parents(SHAPE, DEPTH)
     assert (SHAPE.depths, DEPTH) == ((1, 1, 2, 3, 2, 2, 4, 1, 5), 5)
     for parents, row, of in [*((p, i, tree) for i, p in enumerate(each)), (SHAPE.parents, 0, static)]:
         for node in range(NODES):
@@ -97,7 +97,7 @@ def test_each_node_sees_its_own_path_alone(monkeypatch, capacity, window, merged
     empty = kv.create(config, 2, capacity, jnp.float32, merged)
     fed = llama.embed(config, weights, jnp.asarray(texts[:, : max(starts)]))
     _, cache = forward(weights, fed, jnp.zeros(2, jnp.int32), empty)
-    tree = Tree.of(jnp.array(parents), DEPTH)
+    tree = Tree.from_parents(jnp.array(parents), DEPTH)
     hidden, written = forward(
         weights, llama.embed(config, weights, jnp.asarray(drafts)), start, cache, tree=tree
     )
@@ -181,7 +181,7 @@ class Scripted(Drafter):
         return state
 
     def propose(self, keys, params, state, view, distribution):
-        depth = Tree.of(self.parents, DEPTH).depth[:, 1:]
+        depth = Tree.from_parents(self.parents, DEPTH).depth[:, 1:]
         columns = jnp.minimum(view.length[:, None] + depth - 1, self.script.shape[1] - 1)
         tokens = (jnp.take_along_axis(self.script, columns, axis=1) + self.shift) % V
         tokens = jnp.where(self.shift < 0, -1, tokens)
@@ -290,7 +290,7 @@ def test_what_is_committed_and_counted(seed, kind, eos):
 @pytest.mark.parametrize("kind", ["static", "traced"])
 def test_the_cache_is_that_of_plain_decoding(kind):
     """The slots of the committed tokens contain their keys and values in order."""
-    loop, plain = loop_of(scripted(5, kind)[0]), loop_of(Autoregressive())
+    loop, plain = loop_of(scripted(5, kind)[0]), loop_of(AutoregressiveDrafter())
     state, _ = loop.go_on(loop.begin(PROMPTS, LONGEST, capacity=CAPACITY)[0])
     expected, _ = plain.go_on(plain.begin(PROMPTS, LONGEST, capacity=CAPACITY)[0])
     for row in range(3):
@@ -359,7 +359,7 @@ def test_sampled_text_is_plain_decodings_token_for_token(kind, acceptor, distrib
     drafter = drafter.replace(count=jnp.full(3, NODES))
     accepted = 0
     for seeds in ((3, 4, 5), (60, 61, 62)):
-        expected = loop_of(Autoregressive(), distribution, acceptor).texts(
+        expected = loop_of(AutoregressiveDrafter(), distribution, acceptor).texts(
             PROMPTS, LONGEST, seeds=seeds, capacity=CAPACITY
         )
         script = np.zeros((3, CAPACITY), np.int32)
@@ -433,7 +433,7 @@ def test_a_pending_token_without_nodes_is_followed_by_the_targets_token(most_sib
         parents=parents, most_siblings=most_siblings,
     )  # fmt: skip
     keys = jax.random.split(jax.random.key(0), (1, 4))
-    found = reject(keys, none, Tree.of(parents, 3).rows(0, 1), logits, Sampling(jnp.array([1.0])))
+    found = reject(keys, none, Tree.from_parents(parents, 3).rows(0, 1), logits, Sampling(jnp.array([1.0])))
     assert (found.count.tolist(), found.token.tolist()) == ([0], [3])
 
 

@@ -13,23 +13,23 @@ import pytest
 import jaxspec
 from jaxspec.engine.keywords import Keywords, MethodName
 from jaxspec.methods import registry
-from jaxspec.texts.generation_options import NAMES, GenerationOptions
+from jaxspec.requests.generation_options import NAMES, GenerationOptions
 from tests import ROOT, python
 
 # Each line is a call and what mypy should say of it.
 CALLS = {
-    'lm.generate("a", method="layerskip", exit_layer=3, max_new_tokens=5)': "jaxspec.texts.results.Result",
-    "lm.generate([1, 2], stop_rule='confidence')": "jaxspec.texts.results.Result",
-    'lm.generate(["a", "b"], max_new_tokens=[1, 2])': "list[jaxspec.texts.results.Result]",
-    "lm.generate([[1, 2], [3]])": "list[jaxspec.texts.results.Result]",
-    "lm.generate(messages=talk)": "jaxspec.texts.results.Result",
-    "lm.generate(messages=[talk, talk])": "list[jaxspec.texts.results.Result]",
-    'lm.stream("a")': "typing.Iterator[jaxspec.texts.results.Piece]",
-    'lm.stream(["a"], max_batch=1)': "typing.Iterator[jaxspec.texts.results.Piece]",
+    'lm.generate("a", method="layerskip", exit_layer=3, max_new_tokens=5)': "jaxspec.requests.results.Result",
+    "lm.generate([1, 2], stop_rule='confidence')": "jaxspec.requests.results.Result",
+    'lm.generate(["a", "b"], max_new_tokens=[1, 2])': "list[jaxspec.requests.results.Result]",
+    "lm.generate([[1, 2], [3]])": "list[jaxspec.requests.results.Result]",
+    "lm.generate(messages=talk)": "jaxspec.requests.results.Result",
+    "lm.generate(messages=[talk, talk])": "list[jaxspec.requests.results.Result]",
+    'lm.stream("a")': "typing.Iterator[jaxspec.requests.results.Piece]",
+    'lm.stream(["a"], max_batch=1)': "typing.Iterator[jaxspec.requests.results.Piece]",
     'lm.generate("a").text': "str | None",
-    'lm.generate("a", jaxspec.GenerationOptions(seed=3), top_k=2)': "jaxspec.texts.results.Result",
-    'lm.generate("a", method="auto", among=["ngram", "suffix"])': "jaxspec.texts.results.Result",
-    'lm.generate("a", method=jaxspec.methods.LayerSkip(exit_layer=3))': "jaxspec.texts.results.Result",
+    'lm.generate("a", jaxspec.GenerationOptions(seed=3), top_k=2)': "jaxspec.requests.results.Result",
+    'lm.generate("a", method="auto", among=["ngram", "suffix"])': "jaxspec.requests.results.Result",
+    'lm.generate("a", method=jaxspec.methods.LayerSkip(exit_layer=3))': "jaxspec.requests.results.Result",
 }
 WRONG = {
     'lm.generate("a", max_new_tokens="x")': "max_new_tokens",

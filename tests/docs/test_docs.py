@@ -18,8 +18,8 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads import kinds
 from jaxspec.methods import registry
 from jaxspec.model import llama
+from jaxspec.requests import reading
 from jaxspec.testing import TARGET, contracts, params
-from jaxspec.texts import requests
 from tests import ROOT, tiny
 from training.losses.base import next_token
 
@@ -143,7 +143,7 @@ def test_the_head_of_the_page_is_written_and_read_and_drafts(toy, tmp_path, monk
 def test_the_code_of_the_python_page_runs(monkeypatch, shallow):
     script = code("python.md").replace("=64", "=8").replace("[60, 20]", "[8, 6]")
     script = script.replace("exit_layer=6", "exit_layer=2")
-    monkeypatch.setattr(requests, "DEFAULT_BUDGET", 8)  # where the page gives none
+    monkeypatch.setattr(reading, "DEFAULT_BUDGET", 8)  # where the page gives none
     run(script, monkeypatch)
 
 

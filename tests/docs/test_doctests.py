@@ -30,7 +30,7 @@ PUBLIC = (
     "jaxspec/testing",
     "jaxspec/engine/language_model.py",
     "jaxspec/engine/conversation.py",
-    "jaxspec/texts/results.py",
+    "jaxspec/requests/results.py",
     "jaxspec/engine/scheduler.py",
     "jaxspec/serving/batch_files.py",
 )

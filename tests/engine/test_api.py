@@ -17,7 +17,7 @@ import pytest
 
 import jaxspec
 from jaxspec import testing
-from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.model import cache
 from jaxspec.programs import buckets, memory
@@ -332,7 +332,7 @@ def test_generate_and_stream_have_the_same_arguments(lm):
 @pytest.mark.full
 def test_an_acceptor_belongs_to_every_method(lm):
     options = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 1.0}
-    for method in ("autoregressive", "ngram", NGram()):
+    for method in ("autoregressive", "ngram", NGramDrafter()):
         rows = [lm.generate([3, 4], method=method, acceptor=name, **options) for name in (None, "block")]
         assert rows[0].tokens == rows[1].tokens
         with refused("acceptor='greedy' needs temperature 0"):

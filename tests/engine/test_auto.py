@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.costs.rounds import StepCosts
 from jaxspec.decoding import Parts
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods import Auto, LayerSkip, NGram
@@ -241,7 +241,7 @@ def test_early_exits_share_layers_only_with_each_other(lm):
     # One draft token has a width of its own beside a lookup.
     np.testing.assert_allclose(drafter.prices.draft[:, 0, 2:], alone.prices.draft[:, 0, 2:])
     assert Parts(drafter, None, None).verify_widths[0] == 1
-    assert isinstance(lm.drafter("autoregressive")[0], Autoregressive)
+    assert isinstance(lm.drafter("autoregressive")[0], AutoregressiveDrafter)
 
 
 def test_another_packages_method_is_offered_too():

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.texts.text import StopStrings
+from jaxspec.requests.text import StopStrings
 from tests import refused, tiny
 
 PROMPTS = ["c", "dabababc"]
@@ -197,9 +197,9 @@ def test_messages_go_through_the_template(lm):
         ({"temperature": 1.0, "acceptor": "greedy"}, "needs temperature 0"),
         ({"method": "draft-model", "draft_exit": 1, "stop_rule": "bogus"}, "unknown stop_rule 'bogus'"),
         ({"method": "ngram", "acceptor": "usual"}, "unknown acceptor 'usual'"),
-        ({"method": NGram(), "acceptor": "usual"}, "unknown acceptor 'usual'"),
+        ({"method": NGramDrafter(), "acceptor": "usual"}, "unknown acceptor 'usual'"),
         ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),
-        ({"method": NGram(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
+        ({"method": NGramDrafter(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
         ({"seed": -1}, "seed is -1"),
         ({"top_k": 2**40, "temperature": 1.0}, "top_k"),
         ({"seed": [1, 2]}, "seed has 2 values for 1 prompt;"),

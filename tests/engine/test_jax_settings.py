@@ -13,7 +13,7 @@ import pytest
 from jaxspec import LanguageModel, decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.loading.loading import NoDevice, devices_of
 from jaxspec.programs import jax_settings
 from jaxspec.protocol import Weights
@@ -122,7 +122,7 @@ def test_keys_of_another_kind(kind):
     one = np.ones(1, np.int32)
     keys = jax.random.split(jax.random.key(0, impl=kind), 1)
     request = decoding.Request(prompt, one, 4 * one, one[:, None], keys)
-    parts = Parts(Autoregressive(), GreedyAcceptor(), Greedy())
+    parts = Parts(AutoregressiveDrafter(), GreedyAcceptor(), Greedy())
     with refused(f"keys are of {kind}; make them with jaxspec.sampling.seed_key"):
         jax.eval_shape(
             lambda params, request: decoding.prefill(config, params, parts, request, chunk_size=8),

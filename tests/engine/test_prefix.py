@@ -257,11 +257,11 @@ def test_caches_that_a_call_has_used_up_are_of_no_use():
 
 def test_caches_of_a_drafter_belong_to_equal_drafters():
     drafter, params = tiny.drafter_of("draft-model")
-    owner = Owner.of(drafter, params)
-    assert owner == Owner.of(drafter, dict(params))
-    assert owner != Owner.of(drafter, tiny.drafter_of("draft-exit")[1])
-    assert owner != Owner.of(tiny.drafter_of("draft-model", "confidence")[0], params)
-    assert Owner.of(*tiny.drafter_of("ngram")) is None
+    owner = Owner.of_drafter(drafter, params)
+    assert owner == Owner.of_drafter(drafter, dict(params))
+    assert owner != Owner.of_drafter(drafter, tiny.drafter_of("draft-exit")[1])
+    assert owner != Owner.of_drafter(tiny.drafter_of("draft-model", "confidence")[0], params)
+    assert Owner.of_drafter(*tiny.drafter_of("ngram")) is None
 
 
 def test_common_beginnings():

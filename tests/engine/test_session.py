@@ -18,10 +18,10 @@ from jaxspec.programs import buckets, compiled
 from jaxspec.programs.buckets import bucket
 from jaxspec.programs.compiled import Loop
 from jaxspec.protocol import Weights
+from jaxspec.requests.reading import RowRequest
 from jaxspec.session.feeding import Feeding
 from jaxspec.session.session import Session
 from jaxspec.session.strategies import for_drafter
-from jaxspec.texts.requests import RowRequest
 from tests import refused, tiny
 
 PROMPTS = ((5,), (7, 1, 7, 1, 7, 1, 7, 2))

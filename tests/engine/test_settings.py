@@ -18,10 +18,10 @@ from jaxspec.console.terminal import printable
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.io.hf import generation_json
 from jaxspec.io.hf.generation_json import Rules
+from jaxspec.requests.reading import MAX_PENALTY, RowRequest
+from jaxspec.requests.row_settings import Shapes
 from jaxspec.sampling import MIN_TEMPERATURE
 from jaxspec.testing import reference
-from jaxspec.texts.requests import MAX_PENALTY, RowRequest
-from jaxspec.texts.row_settings import Shapes
 from tests import refused, tiny
 from tests.commands import write_model
 
@@ -109,9 +109,9 @@ def test_rare_requests_have_programs_of_their_own():
     ordinary = dataclasses.replace(
         plain, eos_ids=tuple(range(8)), rules=Rules(min_length=9), temperature=1.0, top_k=3, log_probs=3
     )
-    assert Shapes.of([plain]) == Shapes.of([ordinary]) == Shapes()
+    assert Shapes.from_requests([plain]) == Shapes.from_requests([ordinary]) == Shapes()
     for rare in ({"eos_ids": tuple(range(9))}, {"rules": Rules((), (), ((3, 4),))}):
-        assert Shapes.of([dataclasses.replace(plain, **rare)]) != Shapes()
+        assert Shapes.from_requests([dataclasses.replace(plain, **rare)]) != Shapes()
 
 
 def test_bans_hold_where_transformers_has_them():
@@ -120,7 +120,7 @@ def test_bans_hold_where_transformers_has_them():
         RowRequest((1, 5), 4, (2,), rules=rules, logit_bias=((6, 1.5),)),
         RowRequest((1,), 4, (), rules=Rules(min_length=9)),
     ]
-    penalties = Shapes.of(requests).penalties(requests)
+    penalties = Shapes.from_requests(requests).penalties(requests)
     always = 2**31 - 1
     # An end-of-text token does not count as a bad word. `min_new_tokens`, here 2, has precedence over `min_length`.
     assert penalties.biased[0].tolist() == [7, 9, 8, 2, 6, -1, -1, -1]

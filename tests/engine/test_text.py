@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.texts.text import RowText, StopStrings, Token, row_text
+from jaxspec.requests.text import RowText, StopStrings, Token, row_text
 from tests.files.test_tokenizer import BYTES, byte_ids, certain, text_of, tokenizer
 
 NAMES = ["byte_level", "byte_fallback"]

@@ -10,8 +10,8 @@ import pytest
 import jaxspec
 from jaxspec.cli.options import unescaped
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
+from jaxspec.requests.text import RowText
 from jaxspec.testing import language_model
-from jaxspec.texts.text import RowText
 from tests import refused
 from tests.commands import write_model, write_tokenizer
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.decoding import Parts
-from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.control import narrowest
 from jaxspec.protocol import Weights
@@ -61,7 +61,7 @@ def test_no_other_is_traced_where_only_the_widest_is_compiled():
     """Tracing a width takes as long as tracing the model; the text is the same."""
     prompts, texts, widths = [[5], [7, 1, 7, 1, 7, 1, 7, 2]], [], []
     for one_width in (False, True):
-        drafter = NGram(num_draft_tokens=9)
+        drafter = NGramDrafter(num_draft_tokens=9)
         parts = Parts(drafter, tiny.ACCEPTORS["greedy"](), Greedy(), one_width=one_width)
         loop = tiny.Loop(parts, Weights(tiny.params()))
         texts.append(loop.texts(prompts))

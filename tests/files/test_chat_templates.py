@@ -59,7 +59,7 @@ def test_a_training_text_is_that_of_transformers(name, tmp_path):
     data = tmp_path / "data.jsonl"
     turns = [{"from": one["role"], "value": one["content"]} for one in TALK]
     data.write_text(json.dumps({"conversations": turns}))
-    (document,) = reading.read(str(data), formats.AUTO, chat, False)
+    (document,) = reading.read_source(str(data), formats.AUTO, chat, False)
     assert document.text == theirs
 
 

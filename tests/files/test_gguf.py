@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 
 from jaxspec.io import checkpoint
 from jaxspec.io.gguf import gguf as models
-from jaxspec.io.gguf.container import BLOCKS, PLAIN, read
+from jaxspec.io.gguf.container import BLOCKS, PLAIN, read_gguf
 from jaxspec.io.hf import huggingface
 from jaxspec.loading.loading import find_model
 from jaxspec.model.config import LlamaConfig, RopeScaling
@@ -162,7 +162,7 @@ def test_rows_that_are_no_multiple_of_256_have_another_type(tmp_path, kind):
     path = write(tmp_path / "m.gguf", config, reference.random_params(config, 0), kind=kind)
     loaded = gguf_files.hugging_face_tensors(config, models.load_params(path, config, jnp.float32))
     for name, rows in (("mlp.down_proj", (96, 160)), ("mlp.up_proj", (160, 96))):
-        stored = read(path).tensors[gguf_files.stored_name(f"model.layers.0.{name}.weight")]
+        stored = read_gguf(path).tensors[gguf_files.stored_name(f"model.layers.0.{name}.weight")]
         values = gguf.quants.dequantize(np.asarray(stored.stored), GGMLQuantizationType[kind]).reshape(rows)
         assert stored.kind == kind
         np.testing.assert_array_equal(loaded[f"model.layers.0.{name}.weight"], values)
@@ -174,7 +174,7 @@ def test_types_are_mixed_in_a_file(tmp_path):
     path = write(
         tmp_path / "m.gguf", WIDE, params, kind=lambda n: "Q8_0" if n == "token_embd.weight" else "Q4_K"
     )
-    assert {tensor.kind for tensor in read(path).tensors.values()} == {"F32", "Q8_0", "Q4_K"}
+    assert {tensor.kind for tensor in read_gguf(path).tensors.values()} == {"F32", "Q8_0", "Q4_K"}
     embed = models.load_params(path, WIDE, jnp.float32)["embed"]
     np.testing.assert_allclose(embed, params["embed"], atol=0.02)
 

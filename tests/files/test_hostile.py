@@ -59,9 +59,9 @@ def test_a_dictionary_of_a_module_is_read(tmp_path):
     pickled = b"\x80\x02ccollections\nOrderedDict\n)Rq\x00(" + text("w") + tensor() + b"u" + state + b"."
     path = tmp_path / "head.bin"
     path.write_bytes(archive(pickled, {"0": np.arange(4, dtype="<f4").tobytes()}))
-    np.testing.assert_array_equal(torch_file.read(path)["w"], [0, 1, 2, 3])
+    np.testing.assert_array_equal(torch_file.read_torch(path)["w"], [0, 1, 2, 3])
     path.write_bytes(archive(by_name(tensor()), {"0": bytes(16)}))
-    assert list(torch_file.read(path)) == ["w"]
+    assert list(torch_file.read_torch(path)) == ["w"]
 
 
 # Directories that are almost checkpoints

@@ -143,7 +143,7 @@ def check_refused(path: Path, mark: Path) -> None:
         json.dumps({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]})
     )
     with pytest.raises(reading.Malformed, match="access to attribute"):
-        reading.read(str(data), formats.AUTO, conversations.chat_of(path), False)
+        reading.read_source(str(data), formats.AUTO, conversations.chat_of(path), False)
     assert not mark.exists()
 
 

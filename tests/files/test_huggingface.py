@@ -649,12 +649,14 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path):
 
 def test_written_files_open_with_the_safetensors_package(tmp_path):
     arrays = {"a": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4), np.float32)}
-    tensors.write(tmp_path / "x", {k: v.shape for k, v in arrays.items()}, arrays.get, np.dtype(np.float32))
+    tensors.write_tensors(
+        tmp_path / "x", {k: v.shape for k, v in arrays.items()}, arrays.get, np.dtype(np.float32)
+    )
     assert_same(load_file(tmp_path / "x"), arrays)
-    assert_same(dict(tensors.read(tmp_path / "x")), arrays)
+    assert_same(dict(tensors.read_tensors(tmp_path / "x")), arrays)
     with refused(r"a is float32\(2, 3\), expected float32\(3, 2\)"):
-        tensors.write(tmp_path / "x", {"a": (3, 2)}, arrays.get, np.dtype(np.float32))
-    assert_same(dict(tensors.read(tmp_path / "x")), arrays)
+        tensors.write_tensors(tmp_path / "x", {"a": (3, 2)}, arrays.get, np.dtype(np.float32))
+    assert_same(dict(tensors.read_tensors(tmp_path / "x")), arrays)
 
 
 @pytest.mark.parametrize("name", ["stories260K", "llama2xs", "random_bf16"])
@@ -666,8 +668,8 @@ def test_real_directories(tmp_path, name):
     dtype = huggingface.stored_dtype(MODELS / name)
     huggingface.save(tmp_path, config, params, dtype=dtype)
     ours, theirs = (
-        tensors.read(tmp_path / "model.safetensors"),
-        tensors.read(MODELS / name / "model.safetensors"),
+        tensors.read_tensors(tmp_path / "model.safetensors"),
+        tensors.read_tensors(MODELS / name / "model.safetensors"),
     )
     for tensor in ours:
         np.testing.assert_array_equal(ours[tensor], theirs[tensor])

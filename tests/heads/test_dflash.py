@@ -13,7 +13,7 @@ import pytest
 from jaxspec import methods
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads import files as heads
-from jaxspec.heads.dflash.drafter import DFlash
+from jaxspec.heads.dflash.drafter import DFlashDrafter
 from jaxspec.methods.base import MAX_DRAFT_TOKENS
 from jaxspec.methods.trees import grown
 from tests import refused, tiny
@@ -135,7 +135,7 @@ def test_drafts_are_those_of_the_slow_reference(target, files, masks, tmp_path):
         true = reference.aux_hidden_states(*model, one.tokens[:-1], AUX_LAYERS)
         return reference.dflash_logits(*own, *model, one.tokens[-1], masks, true)[-tiny.K :]
 
-    make = functools.partial(DFlash, TARGETS[target], num_draft_tokens=tiny.K)
+    make = functools.partial(DFlashDrafter, TARGETS[target], num_draft_tokens=tiny.K)
     assert furthest(rounds_of(write(tmp_path, files), make, target=TARGETS[target]), logits_of) < 2e-5
 
 
@@ -155,7 +155,9 @@ def test_a_layer_with_a_window_sees_what_it_saw_in_training(files, given, tmp_pa
     model, own = (TARGET, tiny.params(TARGET)), {**dflash()[0], **given}
     windows = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
     found = rounds_of(
-        write(tmp_path, files), functools.partial(DFlash, TARGET, num_draft_tokens=tiny.K), target=TARGET
+        write(tmp_path, files),
+        functools.partial(DFlashDrafter, TARGET, num_draft_tokens=tiny.K),
+        target=TARGET,
     )
 
     def logits_of(one: Round, windows: dict[str, Any] = windows) -> np.ndarray:
@@ -185,7 +187,9 @@ def test_a_tree_is_that_of_the_slow_reference(tmp_path, tree):
         return reference.dflash_logits(*dflash(), *target, tokens[-1], 4, true)[len(path) + 1]
 
     directory = write(tmp_path, dflash())
-    check_trees(directory, lambda config: DFlash(TARGET, config, num_draft_tokens=4, tree=tree), logits_after)
+    check_trees(
+        directory, lambda config: DFlashDrafter(TARGET, config, num_draft_tokens=4, tree=tree), logits_after
+    )
 
 
 # Files

@@ -15,7 +15,7 @@ from jaxspec import methods
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.heads import files as heads
-from jaxspec.heads.dspark.drafter import Confidence, DSpark
+from jaxspec.heads.dspark.drafter import Confidence, DSparkDrafter
 from jaxspec.io.methods import vocabulary_file
 from jaxspec.methods.base import layers_of
 from jaxspec.methods.trees import grown
@@ -113,7 +113,9 @@ def test_drafts_are_those_of_the_slow_reference(layout, tmp_path):
         bias[:, ids] = w1[before] @ w2.T
         return block(one, files, FIRST[layout]) + bias
 
-    found = rounds_of(write(tmp_path, files), functools.partial(DSpark, TARGET, num_draft_tokens=tiny.K))
+    found = rounds_of(
+        write(tmp_path, files), functools.partial(DSparkDrafter, TARGET, num_draft_tokens=tiny.K)
+    )
     assert furthest(found, logits_of) < 2e-5
 
 
@@ -135,8 +137,8 @@ def test_a_draft_ends_where_the_predicted_acceptance_says(reads, tmp_path):
             read = np.concatenate([read, files[1]["markov_head.markov_w1.weight"][before]], axis=1)
         return np.cumprod(1 / (1 + np.exp(-(read @ weight + 1))))
 
-    def make(config: Any) -> DSpark:
-        return DSpark(TARGET, config, ProductBelow(FixedGamma(GAMMA), Confidence()), tiny.K)
+    def make(config: Any) -> DSparkDrafter:
+        return DSparkDrafter(TARGET, config, ProductBelow(FixedGamma(GAMMA), Confidence()), tiny.K)
 
     found = rounds_of(write(tmp_path, files), make)
     below = [np.flatnonzero(predicted(one) < GAMMA) for one in found]
@@ -156,7 +158,7 @@ def test_a_tree_is_that_of_the_slow_reference(tmp_path, tree):
         rows = block(SimpleNamespace(tokens=tokens), files, 0)
         return rows[len(path)] + w1[[*tokens, *path][-1]] @ w2.T
 
-    make = functools.partial(DSpark, TARGET, num_draft_tokens=tiny.K, tree=tree)
+    make = functools.partial(DSparkDrafter, TARGET, num_draft_tokens=tiny.K, tree=tree)
     check_trees(write(tmp_path, files), make, logits_after)
 
 
@@ -220,7 +222,7 @@ def test_auto_drafts_as_far_as_the_block_and_ends_by_the_predicted_acceptance(mo
     put_beside(model, deepspec() if predicts else WITHOUT)
     for options in ({}, {"among": "dspark"}, {"num_draft_tokens": 2}):
         made = model.drafter("auto", **options)[0].candidates[0]
-        assert isinstance(made, DSpark)
+        assert isinstance(made, DSparkDrafter)
         assert made.num_draft_tokens == options.get("num_draft_tokens", tiny.K)
         assert isinstance(made.rule, ProductBelow if predicts else Constant)
 

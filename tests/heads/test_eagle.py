@@ -16,7 +16,7 @@ import pytest
 from jaxspec import methods
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads import files as heads
-from jaxspec.heads.eagle.drafter import Eagle
+from jaxspec.heads.eagle.drafter import EagleDrafter
 from jaxspec.io.hf import huggingface
 from jaxspec.methods.trees import grown
 from jaxspec.model import cache as kv
@@ -224,8 +224,8 @@ def plain(layout: str) -> Files:
 # Drafts
 
 
-def drafter(config: Any) -> Eagle:
-    return Eagle(TARGET, config, num_draft_tokens=tiny.K)
+def drafter(config: Any) -> EagleDrafter:
+    return EagleDrafter(TARGET, config, num_draft_tokens=tiny.K)
 
 
 @pytest.mark.representatives("eagle", "vllm", "deepspec", "peagle")
@@ -510,7 +510,9 @@ def test_a_tree_is_that_of_the_slow_reference(tmp_path, layout, tree):
         return reference.draft_logits(*files, *target, tokens, path, true)[-1]
 
     directory = write(tmp_path, LAYOUTS[layout]())
-    check_trees(directory, lambda config: Eagle(TARGET, config, num_draft_tokens=4, tree=tree), logits_after)
+    check_trees(
+        directory, lambda config: EagleDrafter(TARGET, config, num_draft_tokens=4, tree=tree), logits_after
+    )
 
 
 def test_trees_and_passes_of_masks_are_options_with_costs(model, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.heads import files as heads
-from jaxspec.heads.kangaroo.drafter import Kangaroo
+from jaxspec.heads.kangaroo.drafter import KangarooDrafter
 from tests import refused, tiny
 from tests.heads import reference
 from tests.heads.files import (
@@ -43,8 +43,8 @@ def adapter() -> Files:
 # Drafts
 
 
-def drafter(config: Any) -> Kangaroo:
-    return Kangaroo(TARGET, config, EXIT, num_draft_tokens=tiny.K)
+def drafter(config: Any) -> KangarooDrafter:
+    return KangarooDrafter(TARGET, config, EXIT, num_draft_tokens=tiny.K)
 
 
 @pytest.mark.full

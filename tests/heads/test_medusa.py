@@ -13,8 +13,8 @@ import pytest
 from jaxspec import methods
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads import files as heads
-from jaxspec.heads.hydra.drafter import Hydra
-from jaxspec.heads.medusa.drafter import Medusa
+from jaxspec.heads.hydra.drafter import HydraDrafter
+from jaxspec.heads.medusa.drafter import MedusaDrafter
 from jaxspec.io.hf import huggingface
 from jaxspec.methods.trees import grown
 from jaxspec.programs import memory
@@ -114,7 +114,9 @@ def slow_logits(kind: str, tokens: list[int], drafts: list[int]) -> np.ndarray:
 @pytest.mark.representatives("medusa", "hydra")
 @pytest.mark.parametrize("kind", FILES)
 def test_drafts_are_those_of_the_slow_reference(kind, tmp_path):
-    make = functools.partial(Hydra if kind.startswith("hydra") else Medusa, TARGET, num_draft_tokens=tiny.K)
+    make = functools.partial(
+        HydraDrafter if kind.startswith("hydra") else MedusaDrafter, TARGET, num_draft_tokens=tiny.K
+    )
     found = rounds_of(write(tmp_path, FILES[kind]), make)
     assert furthest(found, lambda one: slow_logits(kind, one.tokens, one.drafts[:-1])) < 2e-5
     check_rewritten(tmp_path, FILES[kind])
@@ -131,7 +133,10 @@ def without(tensors: dict[str, np.ndarray], *parts: str) -> dict[str, np.ndarray
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_a_tree_is_that_of_the_slow_reference(tmp_path, kind):
     """The tree has the most probable paths by Medusa's independent heads, and by Hydra's heads after each path."""
-    made, size = Hydra if kind.startswith("hydra") else Medusa, Dynamic(num_nodes=9, depth=4, width=3)
+    made, size = (
+        HydraDrafter if kind.startswith("hydra") else MedusaDrafter,
+        Dynamic(num_nodes=9, depth=4, width=3),
+    )
     make = functools.partial(made, TARGET, num_draft_tokens=4, tree=size)
     check_trees(write(tmp_path, FILES[kind]), make, lambda *given: slow_logits(kind, *given)[-1])
 

@@ -14,14 +14,14 @@ import pytest
 import jaxspec
 from jaxspec.heads import files as heads
 from jaxspec.heads.dflash import network as dflash
-from jaxspec.heads.dflash.drafter import DFlash
-from jaxspec.heads.dspark.drafter import DSpark
+from jaxspec.heads.dflash.drafter import DFlashDrafter
+from jaxspec.heads.dspark.drafter import DSparkDrafter
 from jaxspec.heads.hydra import network as hydra
-from jaxspec.heads.hydra.drafter import Hydra
+from jaxspec.heads.hydra.drafter import HydraDrafter
 from jaxspec.heads.kangaroo import network as kangaroo
-from jaxspec.heads.kangaroo.drafter import Kangaroo
+from jaxspec.heads.kangaroo.drafter import KangarooDrafter
 from jaxspec.heads.medusa import network as medusa
-from jaxspec.heads.medusa.drafter import Medusa
+from jaxspec.heads.medusa.drafter import MedusaDrafter
 from jaxspec.heads.writer import write_head
 from jaxspec.io.hf import huggingface
 from jaxspec.model import cache as kv
@@ -88,8 +88,8 @@ def test_an_adapter_needs_an_early_exit():
 
 def drafter_of(name: str, network: Any) -> Any:
     if name == "kangaroo":
-        return Kangaroo(TARGET, network.head, 3, num_draft_tokens=STEPS)
-    made = {"hydra": Hydra, "dflash": DFlash, "dspark": DSpark}.get(name, Medusa)
+        return KangarooDrafter(TARGET, network.head, 3, num_draft_tokens=STEPS)
+    made = {"hydra": HydraDrafter, "dflash": DFlashDrafter, "dspark": DSparkDrafter}.get(name, MedusaDrafter)
     return made(TARGET, network.head, num_draft_tokens=STEPS)
 
 
@@ -113,13 +113,13 @@ def said_by_the_decoder(name: str, network: Any, params: Any) -> Any:
             return jax.lax.dynamic_slice_in_dim(values, t + 1, STEPS, axis=1)
 
         if name == "kangaroo":
-            hidden, _ = kangaroo.run(network.head, params, fed(aux_hidden_states), t[None] + 1, own)
+            hidden, _ = kangaroo.run_head(network.head, params, fed(aux_hidden_states), t[None] + 1, own)
             return kangaroo.logits(network.head, params, TARGET, target, hidden)[0]
         if name in ("dflash", "dspark"):
             head, before = network.head, fed(tokens[None])
             block = jnp.where(jnp.arange(head.block_size) > 0, head.mask_id, before[:, :1])
             rows = llama.embedding_rows(target, block)
-            hidden = dflash.run(head, params, rows, t[None] + 1, own)[0][0, head.first :]
+            hidden = dflash.run_head(head, params, rows, t[None] + 1, own)[0][0, head.first :]
             logits = dflash.logits(head, params, TARGET, target, hidden)
             return drafter.given(params, logits, hidden, before[0])[0]
         if name == "hydra":
@@ -315,9 +315,9 @@ def test_a_stopped_run_resumes_exactly_and_the_head_drafts(folder, kind):
     assert command.main(typed(folder, f"{kind}-whole", "--steps", "6", kind=kind)) == 0
     given = typed(folder, f"{kind}-stopped", "--steps", "6", "--card-prompts", "0", kind=kind)
     assert command.main([*given, "--minutes", "1e-9"]) == 0
-    assert len(metrics.read(folder / f"run-{kind}-stopped")) == 1
+    assert len(metrics.read_metrics(folder / f"run-{kind}-stopped")) == 1
     assert command.main(given) == 0
-    whole, stopped = (metrics.read(folder / f"run-{kind}-{how}") for how in ("whole", "stopped"))
+    whole, stopped = (metrics.read_metrics(folder / f"run-{kind}-{how}") for how in ("whole", "stopped"))
     assert [record["loss"] for record in whole] == [record["loss"] for record in stopped]
     assert stopped[-1]["held_out_loss"] < stopped[0]["held_out_loss"]
     files = [(folder / f"{kind}-{how}" / "model.safetensors").read_bytes() for how in ("whole", "stopped")]

@@ -19,7 +19,7 @@ import safetensors.numpy
 
 import jaxspec
 from jaxspec.heads import files as heads
-from jaxspec.heads.eagle.drafter import Eagle
+from jaxspec.heads.eagle.drafter import EagleDrafter
 from jaxspec.heads.eagle.network import EagleConfig
 from jaxspec.heads.writer import write_head
 from jaxspec.io import embedded
@@ -77,7 +77,7 @@ def test_each_step_is_what_the_drafter_takes_when_it_is_fed_its_own_outputs(name
     network, params = network_of(name)
     target = tiny.params(TARGET)
     _, found = run(network, params, batch, STEPS)
-    drafter, weights = Eagle(TARGET, network.head, num_draft_tokens=STEPS), Weights(target, params)
+    drafter, weights = EagleDrafter(TARGET, network.head, num_draft_tokens=STEPS), Weights(target, params)
     zero, absorb = jnp.zeros(1, jnp.int32), jax.jit(drafter.absorb)
     step = jax.jit(lambda *given: drafter._step(weights, *given, True))
     aux_hidden_states_of = jax.jit(
@@ -336,7 +336,9 @@ def test_a_head_in_another_layout_drafts_as_the_slow_reference(layout, flags, tm
         true = reference.aux_hidden_states(TARGET, target, one.tokens[:-1], aux_layers)
         return reference.draft_logits(content, tensors, TARGET, target, one.tokens, one.drafts[:-1], true)
 
-    found = head_files.rounds_of(tmp_path, lambda config: Eagle(TARGET, config, num_draft_tokens=tiny.K))
+    found = head_files.rounds_of(
+        tmp_path, lambda config: EagleDrafter(TARGET, config, num_draft_tokens=tiny.K)
+    )
     assert head_files.furthest(found, logits_of) < 2e-5
 
 
@@ -372,7 +374,7 @@ def whole(folder):
     assert (
         command.main(arguments(folder, "whole", "--steps", "12", "--draft-vocab-size", "120", "--plot")) == 0
     )
-    return metrics.read(folder / "run-whole")
+    return metrics.read_metrics(folder / "run-whole")
 
 
 @pytest.mark.full
@@ -403,13 +405,13 @@ def test_a_loss_falls_and_the_head_drafts(folder, whole):
 def test_a_stopped_run_resumes_exactly(folder, whole):
     given = arguments(folder, "stopped", "--steps", "12", "--draft-vocab-size", "120", "--card-prompts", "0")
     assert command.main([*given, "--minutes", "1e-9"]) == 0
-    assert len(metrics.read(folder / "run-stopped")) == 1
+    assert len(metrics.read_metrics(folder / "run-stopped")) == 1
     assert command.main(given) == 0
 
     def losses(records):  # the first step has a separate checkpoint here
         return [(step, loss, norm) for step, loss, norm, _ in losses_of(records)]
 
-    stopped = metrics.read(folder / "run-stopped")
+    stopped = metrics.read_metrics(folder / "run-stopped")
     assert losses(stopped) == losses(whole)
     assert stopped[-1]["held_out_loss"] == whole[-1]["held_out_loss"]
     files = [(folder / name / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
@@ -420,7 +422,7 @@ def test_a_stopped_run_resumes_exactly(folder, whole):
 def test_products_in_bfloat16_give_nearly_the_same_loss(folder, whole):
     given = arguments(folder, "half", "--steps", "1", "--draft-vocab-size", "120", "--card-prompts", "0")
     assert command.main([*given, "--compute", "bfloat16"]) == 0
-    assert 0 < abs(metrics.read(folder / "run-half")[0]["loss"] - whole[0]["loss"]) < 0.05
+    assert 0 < abs(metrics.read_metrics(folder / "run-half")[0]["loss"] - whole[0]["loss"]) < 0.05
 
 
 @pytest.mark.full

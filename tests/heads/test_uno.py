@@ -21,7 +21,7 @@ from jaxspec.decoding import Parts
 from jaxspec.decoding.rounds import run_rounds
 from jaxspec.heads import files as heads
 from jaxspec.heads.uno import network
-from jaxspec.heads.uno.drafter import Uno, UnoSinglePass
+from jaxspec.heads.uno.drafter import UnoDrafter, UnoSinglePassDrafter
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.heads.writer import write_head
 from jaxspec.measuring.bench.free_rows import free_rows
@@ -102,7 +102,7 @@ def test_drafts_are_those_of_the_slow_reference(target, tmp_path):
         block = network.block(head, jnp.array([one.tokens[-1]]), start, tiny.K)
         return reference.uno_logits(*uno(), *model, one.tokens, np.asarray(block)[0, 1:].tolist())
 
-    make = functools.partial(Uno, TARGETS[target], num_draft_tokens=tiny.K)
+    make = functools.partial(UnoDrafter, TARGETS[target], num_draft_tokens=tiny.K)
     assert furthest(rounds_of(write(tmp_path, uno()), make, target=TARGETS[target]), logits_of) < 2e-5
 
 
@@ -145,7 +145,7 @@ def test_a_single_pass_drafts_what_the_next_block_would(tmp_path):
     head = heads.read_head(write(tmp_path, uno()), TARGET)
     weights = Weights(tiny.params(TARGET), head.load(np.float32))
     drafter, distribution = (
-        UnoSinglePass(TARGET, head.config, num_draft_tokens=2),
+        UnoSinglePassDrafter(TARGET, head.config, num_draft_tokens=2),
         Sampling(jnp.full(len(PROMPTS), 2.0)),
     )
     parts = Parts(drafter, BlockAcceptor(), distribution)
@@ -211,7 +211,7 @@ def test_int8_weights_draft_with_the_same_adapters():
     rows = []
     for params in (target, quantise(TARGET, target, 8)):
         cache = kv.create(TARGET, 1, 8, jnp.float32)
-        hidden, _ = network.run(TARGET, params, head, own, tokens, jnp.array([0]), cache)
+        hidden, _ = network.run_head(TARGET, params, head, own, tokens, jnp.array([0]), cache)
         rows.append(np.asarray(network.logits(own, TARGET, params, hidden))[0])
     embedded, cache = llama.embed(TARGET, target, tokens), kv.create(TARGET, 1, 8, jnp.float32)
     hidden, _ = llama.run_layers(TARGET, target, embedded, jnp.array([0]), cache)
@@ -227,7 +227,7 @@ def test_a_tree_has_the_most_probable_paths_of_the_marginals(tmp_path):
     head = heads.read_head(write(tmp_path, uno()), TARGET)
     weights = Weights(tiny.params(TARGET), head.load(np.float32))
     tree = tiny.Dynamic(5, depth=3, width=5)
-    drafter = Uno(TARGET, head.config, num_draft_tokens=3, tree=tree)
+    drafter = UnoDrafter(TARGET, head.config, num_draft_tokens=3, tree=tree)
     acceptor = tiny.ACCEPTORS["greedy"]()
     loop = tiny.Loop(Parts(drafter, acceptor, tiny.Greedy()), weights, TARGET)
     prompt = (1, 2, 3, 5, 7)
@@ -357,7 +357,7 @@ def test_each_step_is_what_the_drafter_says_after_the_texts_own_tokens(batch):
         _, cache = llama.run_layers(TARGET, target, llama.embed(TARGET, target, tokens[None]), zero, cache)
         start = t[None] + 1
         block = network.block(net.head, tokens[start], start, STEPS)
-        hidden, _ = network.run(TARGET, target, net.head, params, block, start, cache)
+        hidden, _ = network.run_head(TARGET, target, net.head, params, block, start, cache)
         return network.logits(params, TARGET, target, hidden)[0]
 
     compared = 0

@@ -74,7 +74,7 @@ def test_tables_are_those_of_the_stored_counts(paper, little, draft, tmp_path, c
     report = json.loads(capsys.readouterr().out)
     assert main([*given, "--counts", str(tmp_path / COUNTS)]) == 0
     assert json.loads(capsys.readouterr().out) == report
-    found = counts.read(tmp_path / COUNTS)
+    found = counts.read_counts(tmp_path / COUNTS)
     assert (found.chosen.keys(), list(found.kinds)) == (ROWS[paper], ["stories", "code", "stories"])
     made = importlib.import_module(f"benchmarks.papers.{paper}").PAPER
     assert [table["title"] for table in report["tables"]] == [table.title for table in made.tables]
@@ -164,7 +164,9 @@ def page_cells(paper):
 def test_the_page_has_figures_of_the_stored_counts(path):
     """The page has the mean of five searches of Draft & Verify. Only the counts of the first search are stored."""
     paper, model = path.stem.split("-")
-    made = counts.report(importlib.import_module(f"benchmarks.papers.{paper}").PAPER, counts.read(path))
+    made = counts.report(
+        importlib.import_module(f"benchmarks.papers.{paper}").PAPER, counts.read_counts(path)
+    )
     shown = collections.defaultdict(list)
     for name, heading, lines in page_cells(paper):
         shown[name, heading].append(re.findall(r"\d+\.\d\d", lines[model])[:3])

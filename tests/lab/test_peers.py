@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import peers
 from jaxspec.engine.language_model import load
-from jaxspec.texts.results import Result, Statistics
-from jaxspec.texts.text import Token
+from jaxspec.requests.results import Result, Statistics
+from jaxspec.requests.text import Token
 from tests.commands import write_tiny
 
 # Milliseconds per token of the stand-ins.

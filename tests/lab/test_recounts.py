@@ -17,7 +17,7 @@ from benchmarks import results
 from benchmarks.papers import adaspeed as adaspeed_paper
 from benchmarks.papers import asd as asd_paper
 from benchmarks.papers import s2d as s2d_paper
-from benchmarks.papers.counts import Bench, read
+from benchmarks.papers.counts import Bench, read_counts
 from jaxspec.engine.language_model import load
 from jaxspec.io.methods.asd_numbers import ASDNumbers
 from jaxspec.measuring.tuning.s2d_sweep import sorted_draft
@@ -282,7 +282,7 @@ def again(paper: str, bench: Bench, case: str, prompt: Sequence[int]) -> list[fl
 )
 def test_published_counts_are_counted_again(paper, own, case, tmp_path):
     target = Llama("small")
-    stored = read(results.DOCS / "results" / f"{paper}-small.json").cases[case]
+    stored = read_counts(results.DOCS / "results" / f"{paper}-small.json").cases[case]
     bench = Bench(load("small"), tmp_path, max_new_tokens=NEW)
     prompts = [tokens for _, tokens in bench.prompts("reporting")]
     mine = [own(target, case, prompt) for prompt in prompts[:STORED]]

@@ -9,15 +9,15 @@ import types
 
 import pytest
 
-from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.measuring.bench import prompts, speed
 from jaxspec.measuring.tuning import objectives
 from jaxspec.measuring.tuning.texts import read_prompts
 from jaxspec.measuring.tuning.tuning_options import PromptOptions
 from jaxspec.methods import registry
-from jaxspec.texts.results import Result, Statistics
-from jaxspec.texts.text import Token
+from jaxspec.requests.results import Result, Statistics
+from jaxspec.requests.text import Token
 from tests import refused, tiny
 
 
@@ -82,7 +82,7 @@ def test_the_baseline_is_plain_decoding_whatever_the_default_is(monkeypatch):
         return made
 
     lm.generate = recorded
-    objectives.Speed(lm, [[3, 4, 5]], 6, (LayerSkip(lm.config, 1), None))
+    objectives.Speed(lm, [[3, 4, 5]], 6, (LayerSkipDrafter(lm.config, 1), None))
     assert len(drafted_by) == 4
     assert drafted_by.count("autoregressive") == 2
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxspec.drafting.asd_drafter import ASD, admg
+from jaxspec.drafting.asd_drafter import ASDDrafter, admg
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
+from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
 from jaxspec.sampling import Greedy
 from jaxspec.stopping import Constant
 from tests import tiny
@@ -60,12 +60,12 @@ def test_masks_are_those_of_the_algorithm(similarity, alpha, every, keep_last):
 
 
 def test_rows_have_masks_of_their_own_or_the_mean_of_the_live_ones():
-    asd = ASD(tiny.DEEP, jnp.float32(0.8), jnp.int32(0), jnp.int32(0))
+    asd = ASDDrafter(tiny.DEEP, jnp.float32(0.8), jnp.int32(0), jnp.int32(0))
     state = ChainState((), jnp.array([[0.9, 0.1, 0.9], [0.9, 0.9, 0.5], [0.0, 0.0, 0.0]]))
     live = jnp.array([True, True, False])
-    attention = np.asarray(jax.jit(ASD.plans)(asd, state, live))[:, :, 0]
+    attention = np.asarray(jax.jit(ASDDrafter.plans)(asd, state, live))[:, :, 0]
     assert attention.tolist() == [[False, True, False], [False, False, True], [True, True, True]]
-    shared = jax.jit(ASD.plans)(asd.replace(shared_mask=True), state, live)
+    shared = jax.jit(ASDDrafter.plans)(asd.replace(shared_mask=True), state, live)
     assert (shared == shared[0]).all()
     assert shared[0, :, 0].tolist() == [False, True, True]
 
@@ -83,7 +83,7 @@ def test_groups_draft_what_each_row_drafts_alone():
     assert proposal.count.tolist() == [tiny.K, tiny.K, 0, tiny.K]
     for row, prompt in enumerate(prompts):
         single, _ = batch.begin([prompt], 9)
-        special = DraftVerify(tiny.DEEP, plans[row], Constant(), tiny.K)
+        special = DraftVerifyDrafter(tiny.DEEP, plans[row], Constant(), tiny.K)
         if not state.done[row]:
             alone = proposed(batch, special, single)
             assert alone.tokens[0].tolist() == proposal.tokens[row].tolist()

@@ -16,13 +16,13 @@ from jaxspec.costs.prices import measured_prices, simple_prices
 from jaxspec.costs.rounds import DraftCost, StepCosts
 from jaxspec.decoding import Parts
 from jaxspec.drafting import choice_rule
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.drafting.choice_rule import Choice, ChoiceState, Found
-from jaxspec.drafting.choosing_drafter import Choosing
-from jaxspec.drafting.draft_model_drafter import DraftModel
-from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.choosing_drafter import ChoosingDrafter
+from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.drafting.lookup import LookupDrafter, joined
-from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.methods import registry
 from jaxspec.model.plan import LayerPlan
@@ -68,7 +68,7 @@ class Counting(Drafter):
         )
 
 
-def hybrid(first, second, config=tiny.TARGET, cost=0.25, memory=0.95, **changes) -> Choosing:
+def hybrid(first, second, config=tiny.TARGET, cost=0.25, memory=0.95, **changes) -> ChoosingDrafter:
     return tiny.choosing(
         config, (first, second), cost=cost, row_cost=0.0, memory=jnp.float32(memory), joint=False, **changes
     )
@@ -76,7 +76,7 @@ def hybrid(first, second, config=tiny.TARGET, cost=0.25, memory=0.95, **changes)
 
 def loop(drafter, target=None, own=None, config=tiny.TARGET) -> tiny.Loop:
     target = tiny.params(config) if target is None else target
-    own = (None, own) if isinstance(drafter, Choosing) else own
+    own = (None, own) if isinstance(drafter, ChoosingDrafter) else own
     return tiny.Loop(Parts(drafter, tiny.ACCEPTORS["greedy"](), Greedy()), Weights(target, own), config)
 
 
@@ -126,10 +126,12 @@ def found_of(*counts: int) -> Found:
 def chosen(found, seen, cost, *, budget=9, row_cost=0.0, accept=0.75, credit=1e6, widths=None):
     """Returns whether the lookup is chosen or nothing, and the length; the model drafts at most 3 tokens."""
 
-    class Widths(Choosing):
+    class Widths(ChoosingDrafter):
         verify_widths = widths or (1, 10)
 
-    made = hybrid(tiny.suffix().replace(num_draft_tokens=9), DraftModel(tiny.TARGET, num_draft_tokens=3))
+    made = hybrid(
+        tiny.suffix().replace(num_draft_tokens=9), DraftModelDrafter(tiny.TARGET, num_draft_tokens=3)
+    )
     drafter = Widths(*(getattr(made, field.name) for field in dataclasses.fields(made)))
     prices = simple_prices(drafter.verify_widths, 9, (0.0, cost), row_cost, ((0.5, 0.75), accept))
     choice = drafter.replace(prices=prices).rule.choose(
@@ -218,10 +220,10 @@ def test_a_draft_costs_at_most_the_credit():
 # Several models and rows
 
 
-def three(joint: bool = True, **prices) -> Choosing:
+def three(joint: bool = True, **prices) -> ChoosingDrafter:
     """Returns a lookup of 9 tokens, a cheap model of 3 and a dearer one of 6."""
     first = tiny.suffix().replace(num_draft_tokens=9)
-    models = (DraftModel(tiny.TARGET, num_draft_tokens=length) for length in (3, 6))
+    models = (DraftModelDrafter(tiny.TARGET, num_draft_tokens=length) for length in (3, 6))
     made = tiny.choosing(tiny.TARGET, (first, *models), joint=joint)
     given = {"costs": (0.0, 0.1, 0.3), "row_cost": 0.05, "accept": ((0.5, 0.75), 0.75, 0.75)} | prices
     return dataclasses.replace(made, prices=simple_prices(made.verify_widths, 9, **given))
@@ -313,10 +315,10 @@ def test_a_text_of_wrong_drafts_loses_no_more_than_is_allowed():
     assert (state.stats.num_accepted_tokens < state.stats.num_drafts).all()
 
 
-def texts_of_the_target() -> NGram:
+def texts_of_the_target() -> NGramDrafter:
     """Returns a lookup drafter whose reference contains each text of the target."""
     texts = [[*p, *tiny.greedy(p, n)] for p, n in zip(PROMPTS, BUDGETS, strict=True)]
-    return NGram(joined(texts), ngram_max=8, ngram_min=4, num_draft_tokens=tiny.K)
+    return NGramDrafter(joined(texts), ngram_max=8, ngram_min=4, num_draft_tokens=tiny.K)
 
 
 @pytest.mark.full
@@ -334,9 +336,9 @@ def test_a_model_that_no_row_wants_does_not_run(monkeypatch):
 @pytest.mark.full
 def test_a_last_token_that_leaves_no_room_for_a_draft():
     """The second method does not run then, but the first layers, which it shares with verification, must run."""
-    second = LayerSkip(tiny.DEEP, 1, num_draft_tokens=5)
+    second = LayerSkipDrafter(tiny.DEEP, 1, num_draft_tokens=5)
     texts = []
-    for drafter in (Autoregressive(), hybrid(tiny.suffix(), second, tiny.DEEP)):
+    for drafter in (AutoregressiveDrafter(), hybrid(tiny.suffix(), second, tiny.DEEP)):
         made = loop(drafter, config=tiny.DEEP)
         state, _ = made.begin(PROMPTS, (2, 2, 2), capacity=2 * tiny.CAPACITY)
         state, _ = made.go_on(state)
@@ -402,7 +404,7 @@ def test_rows_of_a_batch_take_copies_and_trees(kind, monkeypatch):
     distribution = Greedy() if kind == "likely" else Sampling(jnp.zeros(3))
 
     def ran(drafter, rounds):
-        weights = Weights(target, (None, own) if isinstance(drafter, Choosing) else own)
+        weights = Weights(target, (None, own) if isinstance(drafter, ChoosingDrafter) else own)
         made = tiny.Loop(Parts(drafter, tiny.ACCEPTORS["rejection"](), distribution), weights, tiny.TARGET)
         state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
         while not state.done.all():
@@ -411,7 +413,7 @@ def test_rows_of_a_batch_take_copies_and_trees(kind, monkeypatch):
             rounds.append((before, state))
         return state
 
-    plain = ran(Autoregressive(), [])
+    plain = ran(AutoregressiveDrafter(), [])
     script = jnp.pad(plain.tokens, ((0, 0), (0, 9)))
     rounds, seen, both = [], np.zeros((2, 3), int), 0
     state = ran(hybrid(Reader(script), head, cost=0.4, memory=1.0), rounds)
@@ -441,7 +443,7 @@ def drawn(distribution: Sampling) -> tiny.Loop:
     """A first drafter that is often wrong, and a second whose distribution differs from the target's; both are used."""
     small = dataclasses.replace(FOUR, num_layers=1)
     own = jax.tree.map(lambda leaf: 2.5 * leaf, tiny.params(small))
-    second = DraftModel(small, num_draft_tokens=2).taking_turns()
+    second = DraftModelDrafter(small, num_draft_tokens=2).taking_turns()
     parts = Parts(
         hybrid(Boaster(2, 2, 0.9), second, FOUR, memory=0.3), tiny.ACCEPTORS["rejection"](), distribution
     )
@@ -511,7 +513,7 @@ def test_the_plain_program_has_the_state_of_the_whole_one(name, monkeypatch):
     """The smaller program never drafts. Both have one state, so that a text can go on with either."""
     monkeypatch.setattr(choice_rule, "FIRST", -1e6)
     config, second, target, own = whole_drafts()[name]
-    whole, states = hybrid(NGram(num_draft_tokens=2), second.taking_turns(), config), []
+    whole, states = hybrid(NGramDrafter(num_draft_tokens=2), second.taking_turns(), config), []
     for drafter in (whole, whole.replace(plain=True)):
         made = loop(drafter, target, own, config)
         state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
@@ -536,7 +538,7 @@ def test_verification_runs_the_pending_token_of_every_row(other):
     )
     state = ended(loop(made, own=own))
     assert (np.asarray(state.drafter_state.rule.used).sum(axis=0) > 0).all()
-    assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(Autoregressive())), PROMPTS)
+    assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(AutoregressiveDrafter())), PROMPTS)
 
 
 @pytest.mark.full
@@ -566,13 +568,13 @@ def test_a_masked_candidate_is_specialised():
     state = loop(drafter, config=drafter.config).begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)[0]
     plans = np.asarray(drafter.plans(state.drafter_state, jnp.ones(3, bool)))
     assert plans.shape == (3, drafter.config.num_layers, 2)
-    special = drafter.specialised(LayerPlan.of(plans[0]))
-    assert special.candidates[1].plan == LayerPlan.of(plans[0])
+    special = drafter.specialised(LayerPlan.from_array(plans[0]))
+    assert special.candidates[1].plan == LayerPlan.from_array(plans[0])
     assert special.candidates[0] is drafter.candidates[0]
 
 
 def test_the_draft_model_catches_up_in_blocks():
-    second = DraftModel(tiny.TARGET, num_draft_tokens=3)
+    second = DraftModelDrafter(tiny.TARGET, num_draft_tokens=3)
     assert (second.catch_up, second.taking_turns().catch_up) == (1, 4)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts
-from jaxspec.drafting.clasp_drafter import CLaSp, choose_layers
+from jaxspec.drafting.clasp_drafter import CLaSpDrafter, choose_layers
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -136,7 +136,7 @@ def test_layers_are_those_of_the_slow_loop(num_skipped):
 
 
 def loop(refresh: int) -> tiny.Loop:
-    drafter = CLaSp(CONFIG, 2, jnp.int32(refresh), Constant(), tiny.K)
+    drafter = CLaSpDrafter(CONFIG, 2, jnp.int32(refresh), Constant(), tiny.K)
     return tiny.Loop(Parts(drafter, GreedyAcceptor(), Greedy()), Weights(params(CONFIG)), CONFIG)
 
 

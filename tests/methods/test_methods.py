@@ -17,7 +17,7 @@ import jaxspec
 from jaxspec import methods
 from jaxspec.cli.methods import parse_method, parse_run, usual_methods
 from jaxspec.console.docs import attribute_docs
-from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.heads.kinds import KINDS
 from jaxspec.methods import registry
 from jaxspec.methods.base import DraftingMethod, Method, option
@@ -283,7 +283,7 @@ class Clashing(Method):
 def test_a_drafter_that_verifies_too_few_rows_is_refused():
     """Otherwise its tokens would be cut from the proposal, and the text would be wrong."""
 
-    class Narrow(NGram):
+    class Narrow(NGramDrafter):
         verify_widths = (1, 2)
 
     with refused(r"Narrow proposes up to 3 tokens .* let verify_widths end with 4"):

@@ -17,7 +17,7 @@ from jaxspec.heads.eagle.network import EagleConfig
 from jaxspec.heads.hydra.network import HydraConfig
 from jaxspec.heads.kangaroo.network import KangarooConfig
 from jaxspec.heads.medusa.network import MedusaConfig
-from jaxspec.heads.rows import refitted
+from jaxspec.heads.padding import refitted
 from jaxspec.heads.writer import write_head
 from jaxspec.io.tensors import Tensors
 from jaxspec.io.trained_for import TrainedFor

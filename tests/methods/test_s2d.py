@@ -20,7 +20,7 @@ from jaxspec import methods
 from jaxspec.cli import main
 from jaxspec.costs.rounds import DraftCost
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.s2d_drafter import MAX_WAITING, S2D
+from jaxspec.drafting.s2d_drafter import MAX_WAITING, S2DDrafter
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
@@ -40,9 +40,9 @@ CAPACITY, ROUNDS, K = 64, 7, 4
 DRAFT = dataclasses.replace(tiny.TARGET, num_layers=4)
 
 
-def drafter(thresholds, exits, rule=None, **changes) -> S2D:
+def drafter(thresholds, exits, rule=None, **changes) -> S2DDrafter:
     config = DRAFT.truncated(exits[-1]) if not changes else DRAFT
-    return S2D(config, exits, jnp.asarray(thresholds, jnp.float32), rule or Constant(), K, **changes)
+    return S2DDrafter(config, exits, jnp.asarray(thresholds, jnp.float32), rule or Constant(), K, **changes)
 
 
 @functools.cache
@@ -82,7 +82,9 @@ def propose(method, weights, state, view):
     return method.propose(keys, weights, state, view, Greedy())
 
 
-def run(method: S2D, exits, thresholds, prompts, script, capacity=CAPACITY) -> tuple[list[int], ChainState]:
+def run(
+    method: S2DDrafter, exits, thresholds, prompts, script, capacity=CAPACITY
+) -> tuple[list[int], ChainState]:
     """Runs rounds with scripted acceptances instead of a target, and compares each draft.
 
     Returns the number of waiting tokens after each round, and the final state.

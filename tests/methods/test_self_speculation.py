@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxspec import stopping
-from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import method_files
 from jaxspec.io.methods.asd_numbers import ASDNumbers
@@ -23,8 +23,8 @@ from jaxspec.io.trained_for import TrainedFor
 from jaxspec.methods import LoadedModel, Resources, registry
 from jaxspec.model.plan import LayerPlan
 from jaxspec.programs.executables import MAX_VARIANTS, Executables
+from jaxspec.requests.reading import drawn_apart
 from jaxspec.stopping import AdaptiveGamma, AnyOf, ConfidenceBelow, Constant, FixedGamma, ProductBelow
-from jaxspec.texts.requests import drawn_apart
 from tests import refused, tiny
 
 CONFIG = dataclasses.replace(tiny.DEEP, eos_token_ids=(tiny.EOS,))
@@ -402,7 +402,7 @@ def test_the_first_rule_with_a_gamma_counts():
     for first, expected in ((0.25, 0.25), (-0.5, 0.0)):
         moving = ProductBelow(AdaptiveGamma(first, epsilon=0.0)), ConfidenceBelow(AdaptiveGamma(0.75))
         rules = AnyOf((ConfidenceBelow(FixedGamma(0.9)), *moving))
-        assert generate(shared, PROMPTS[0], method=LayerSkip(CONFIG, 1, rules, 4)).gamma == expected
+        assert generate(shared, PROMPTS[0], method=LayerSkipDrafter(CONFIG, 1, rules, 4)).gamma == expected
 
 
 @pytest.mark.full

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspec.drafting.asd_drafter import ASD
-from jaxspec.drafting.draft_verify_drafter import DraftVerify
-from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.asd_drafter import ASDDrafter
+from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
@@ -131,9 +131,9 @@ def drafted(standin, drafter, plain) -> tuple[float, float, float]:
 
 PLAN = LayerPlan.skipping(4, attention=[2], mlp=[1])
 DRAFTERS = {
-    "asd": ASD(CONFIG, 0.95, 3, 1, num_draft_tokens=3),
-    "draft-verify": DraftVerify(CONFIG, PLAN.traced(), num_draft_tokens=3),
-    "adaspeed": LayerSkip(CONFIG, 2, ProductBelow(AdaptiveGamma(0.5)), 3),
+    "asd": ASDDrafter(CONFIG, 0.95, 3, 1, num_draft_tokens=3),
+    "draft-verify": DraftVerifyDrafter(CONFIG, PLAN.traced(), num_draft_tokens=3),
+    "adaspeed": LayerSkipDrafter(CONFIG, 2, ProductBelow(AdaptiveGamma(0.5)), 3),
 }
 
 
@@ -198,7 +198,9 @@ def test_a_probe_stops_drafts_that_would_fail(standin, plain, fitted):
     def with_probe(gamma: float, direction: jax.Array, bias: float) -> tuple[float, float, float]:
         probe = Probe(direction, jnp.float32(bias), jnp.float32(CONFIG.rms_norm_eps))
         return drafted(
-            standin, LayerSkip(CONFIG, EXIT, ProductBelow(FixedGamma(jnp.float32(gamma)), probe), 5), plain
+            standin,
+            LayerSkipDrafter(CONFIG, EXIT, ProductBelow(FixedGamma(jnp.float32(gamma)), probe), 5),
+            plain,
         )
 
     direction = jnp.asarray(v) * standin.params["norm"]

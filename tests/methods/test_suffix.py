@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxspec import methods
 from jaxspec.drafting.lookup import BREAK, joined
-from jaxspec.drafting.suffix_drafter import Suffix
+from jaxspec.drafting.suffix_drafter import SuffixDrafter
 from jaxspec.protocol import View
 from tests import refused, tiny
 
@@ -21,14 +21,14 @@ V, ROWS, SIZE = 3, 4, 24
 TEXTS = ((0, 1, 2, 0, 1, 1), (2, 2, 1, 0), (1, 2))
 PAST = joined(TEXTS, 20)
 DRAFTERS = {
-    "usual": Suffix(),
-    "short": Suffix(num_draft_tokens=4, suffix_max=5),
-    "short-suffix": Suffix(num_draft_tokens=6, suffix_max=2, factor=2.5),
-    "sure": Suffix(min_prob=0.5, num_draft_tokens=5),
-    "any": Suffix(min_prob=0.0, num_draft_tokens=5),
-    "few-places": Suffix(num_places=3, num_draft_tokens=5),
-    "reference": Suffix(PAST, num_draft_tokens=6),
-    "reference-few-places": Suffix(PAST, num_places=5, suffix_max=4, num_draft_tokens=3),
+    "usual": SuffixDrafter(),
+    "short": SuffixDrafter(num_draft_tokens=4, suffix_max=5),
+    "short-suffix": SuffixDrafter(num_draft_tokens=6, suffix_max=2, factor=2.5),
+    "sure": SuffixDrafter(min_prob=0.5, num_draft_tokens=5),
+    "any": SuffixDrafter(min_prob=0.0, num_draft_tokens=5),
+    "few-places": SuffixDrafter(num_places=3, num_draft_tokens=5),
+    "reference": SuffixDrafter(PAST, num_draft_tokens=6),
+    "reference-few-places": SuffixDrafter(PAST, num_places=5, suffix_max=4, num_draft_tokens=3),
 }
 
 
@@ -40,7 +40,7 @@ def matching(searched: list[int], end: int, text: list[int]) -> int:
     return length
 
 
-def follow(drafter: Suffix, rests: list[list[int]], most: int) -> tuple[list[int], np.float32]:
+def follow(drafter: SuffixDrafter, rests: list[list[int]], most: int) -> tuple[list[int], np.float32]:
     """Returns the most frequent continuation over all occurrences, and the sum of its probabilities."""
     tokens: list[int] = []
     prob, score = np.float32(1), np.float32(0)
@@ -60,7 +60,7 @@ def follow(drafter: Suffix, rests: list[list[int]], most: int) -> tuple[list[int
     return tokens, score
 
 
-def slow(drafter: Suffix, text: list[int]) -> tuple[list[int], np.float32]:
+def slow(drafter: SuffixDrafter, text: list[int]) -> tuple[list[int], np.float32]:
     """Returns the draft after a text and its score, by trying every occurrence of every suffix."""
     past = [] if drafter.reference is None else [*np.asarray(drafter.reference).tolist(), BREAK]
     searched = past + text
@@ -148,4 +148,4 @@ def test_references_are_searched_beside_the_text(tmp_path):
 )
 def test_past_outputs_are_token_ids(texts, size, line):
     with refused(line):
-        Suffix().remembering(texts, size)
+        SuffixDrafter().remembering(texts, size)

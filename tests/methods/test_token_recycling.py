@@ -8,7 +8,7 @@ import pytest
 from jaxspec import methods
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import Parts
-from jaxspec.drafting.token_recycling_drafter import TokenRecycling
+from jaxspec.drafting.token_recycling_drafter import TokenRecyclingDrafter
 from jaxspec.methods.trees import grown
 from jaxspec.model.tree import Shape
 from jaxspec.protocol import Weights
@@ -64,7 +64,7 @@ class Twin:
 @pytest.mark.parametrize("kind", SHAPES)
 def test_drafts_are_those_of_the_slow_twin(kind):
     """What is known of each token, round by round, in each row of a batch; and the text."""
-    drafter = TokenRecycling(SHAPES[kind], KEPT)
+    drafter = TokenRecyclingDrafter(SHAPES[kind], KEPT)
     loop = tiny.Loop(Parts(drafter, GreedyAcceptor(), Greedy()), Weights(tiny.params()))
     state, _ = loop.begin(PROMPTS, BUDGET, capacity=64)
     twins = [Twin(SHAPES[kind], list(prompt)) for prompt in PROMPTS]

@@ -22,7 +22,7 @@ from transformers.generation import candidate_generator  # noqa: E402
 import jaxspec  # noqa: E402
 from jaxspec.io.tokenizers.intersection import intersection  # noqa: E402
 from jaxspec.io.tokenizers.tokenizer import load_tokenizer  # noqa: E402
-from jaxspec.texts.results import played_rounds  # noqa: E402
+from jaxspec.requests.results import played_rounds  # noqa: E402
 from tests.data import MODELS  # noqa: E402
 
 TARGET, SAME = MODELS / "stories260K", MODELS / "llama2xs"

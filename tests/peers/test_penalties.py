@@ -11,8 +11,8 @@ import transformers  # noqa: E402
 
 import jaxspec  # noqa: E402
 from jaxspec.io.hf.generation_json import Rules  # noqa: E402
-from jaxspec.texts.requests import RowRequest  # noqa: E402
-from jaxspec.texts.row_settings import Shapes  # noqa: E402
+from jaxspec.requests.reading import RowRequest  # noqa: E402
+from jaxspec.requests.row_settings import Shapes  # noqa: E402
 from tests.data import MODELS  # noqa: E402
 
 pytestmark = pytest.mark.peers
@@ -48,9 +48,9 @@ def test_each_setting_is_theirs(name, length):
     text, logits = rng.integers(0, SIZE, (40, length)), rng.standard_normal((40, SIZE)).astype(np.float32)
     wanted = processors(name)(torch.tensor(text), torch.tensor(logits)).numpy()
     given = {} if name != "repetition_penalty" else {name: SETTINGS[name]}
-    rules = Rules.of({} if given else {name: SETTINGS[name]})
+    rules = Rules.from_values({} if given else {name: SETTINGS[name]})
     requests = [RowRequest(tuple(row[:BEGIN].tolist()), 9, (EOS,), **given, rules=rules) for row in text]
-    penalties = Shapes.of(requests).penalties(requests)
+    penalties = Shapes.from_requests(requests).penalties(requests)
     tokens = jnp.asarray(np.pad(text, ((0, 0), (0, 3))))
     found = penalties.apply(jnp.asarray(logits)[:, None], tokens, jnp.full(40, length))[:, 0]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)

@@ -20,13 +20,13 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.methods import Method, registry
+from jaxspec.requests.results import Piece, Result, Statistics
+from jaxspec.requests.text import RowText, Token, row_text
 from jaxspec.serving.server.answers import scores_of
 from jaxspec.serving.server.app import Api, Settings
 from jaxspec.serving.server.engine_thread import EngineThread
 from jaxspec.serving.server.metrics import Metrics
 from jaxspec.testing import language_model
-from jaxspec.texts.results import Piece, Result, Statistics
-from jaxspec.texts.text import RowText, Token, row_text
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}e {% endfor %}"
 

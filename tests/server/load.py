@@ -291,4 +291,4 @@ def work(options: Options) -> int:
 if __name__ == "__main__":
     from jaxspec.console import frame
 
-    sys.exit(frame.run("tests.server.load", Options, work))
+    sys.exit(frame.run_command("tests.server.load", Options, work))

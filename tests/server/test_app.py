@@ -14,9 +14,9 @@ import pytest
 from jaxspec import methods
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import registry
+from jaxspec.requests.text import Token, row_text
 from jaxspec.serving.openai import ApiRequest, Part, Responses, scored
 from jaxspec.testing import language_model
-from jaxspec.texts.text import Token, row_text
 from tests.commands import CONFIG
 from tests.files.test_tokenizer import byte_ids, tokenizer
 from tests.server import TEMPLATE, FakeScheduler, Scripted, application, client, model

@@ -126,7 +126,7 @@ def watch() -> None:
         METER.look()
         return found
 
-    made = state_sharding.made
+    made = state_sharding.make_sharded
 
     def watched_made(mesh: Any, make: Any, *given: Any, donate: bool = False) -> Any:
         program = state_sharding.maker(mesh, make, *given, donate=donate).lower(*given)
@@ -138,7 +138,7 @@ def watch() -> None:
     # A cache of the usual 512 slots is larger than a device's share of this model.
     buckets.START_CAPACITY = 64
     jax.device_put = watched_put
-    state_sharding.made = watched_made
+    state_sharding.make_sharded = watched_made
     METER.wrap(start, "start_model", "parameters")
     METER.wrap(soft, "load_target", "target")
     METER.wrap(Checkpoints, "resume", "resume")

@@ -28,7 +28,7 @@ STORY = (
 
 
 def read(path, form=formats.AUTO, skip=False, report=print):
-    return reading.read(str(path), form, conversations.Chat(), skip, report)
+    return reading.read_source(str(path), form, conversations.Chat(), skip, report)
 
 
 def write_lines(path, records):
@@ -133,7 +133,9 @@ def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    (document,) = reading.read(str(file), formats.AUTO, conversations.Chat(template, eos_token="<e>"), False)
+    (document,) = reading.read_source(
+        str(file), formats.AUTO, conversations.Chat(template, eos_token="<e>"), False
+    )
     assert [(span.text, span.learn) for span in document.spans] == [
         ("[system]Be kind.[user]Hi[assistant]", False),
         ("Hello!<e>", True),
@@ -151,7 +153,7 @@ def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_
     assert conversations.chat_of(tmp_path / "nowhere") == conversations.Chat()
     rewriting = conversations.Chat("{{ messages | length }}")
     with pytest.raises(reading.Malformed, match="rewrites earlier turns"):
-        reading.read(str(file), formats.AUTO, rewriting, False)
+        reading.read_source(str(file), formats.AUTO, rewriting, False)
 
 
 def test_records_of_a_json_list_have_lines_too(tmp_path):
@@ -415,7 +417,7 @@ def test_an_answer_is_learned_up_to_the_token_that_ends_it(tmp_path, template, e
     ends = [words.token_to_id(end) for end in ends]
     talk = conversation(("human", "A"), ("gpt", "Hi."), ("human", "B"), ("gpt", "Hi."))
     chat = conversations.Chat(template)
-    documents = reading.read(str(write_lines(tmp_path / "a.jsonl", [talk])), formats.AUTO, chat, False)
+    documents = reading.read_source(str(write_lines(tmp_path / "a.jsonl", [talk])), formats.AUTO, chat, False)
     (encoded,) = bpe_tokenizer.encode_documents(words, documents, None, ends)
     # Where the template has no end of its own, one document end follows the last answer.
     end = "</s>" if last == "</s>" and learned == "Hi.\n" else ""

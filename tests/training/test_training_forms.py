@@ -19,7 +19,7 @@ RECORDS = b'{"text": "x"}\n{"text": "y"}\n'
 
 
 def read(path, form=formats.AUTO, skip=False, report=lambda line: None):
-    return reading.read(str(path), form, conversations.Chat(), skip, report)
+    return reading.read_source(str(path), form, conversations.Chat(), skip, report)
 
 
 def texts(documents):

@@ -70,7 +70,7 @@ def of_head(folder: Path, name: str) -> list[str]:
 
 
 def check_same(folder: Path, one: str, other: str) -> None:
-    found = [losses_of(metrics.read(folder / f"run-{name}")) for name in (one, other)]
+    found = [losses_of(metrics.read_metrics(folder / f"run-{name}")) for name in (one, other)]
     assert [len(records) for records in found] == [6, 6]
     for which in range(4):  # step, loss, norm of the gradient, held-out loss
         columns = [[record[which] or 0.0 for record in records] for records in found]

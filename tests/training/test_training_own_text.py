@@ -58,8 +58,10 @@ def test_texts_are_the_decoders_and_the_trainer_reads_them(directory):
     assert 0 < len(asked) < 6
     assert all(prompt.endswith(" ASSISTANT:") for prompt in asked)
     # Held out as the documents that the prompts are of.
-    documents = reading.read(str(directory / "a.jsonl"), "auto", conversations.Chat(), False)
-    sources = reading.read(str(directory / "asked.jsonl"), "chat", conversations.chat_of(directory), False)
+    documents = reading.read_source(str(directory / "a.jsonl"), "auto", conversations.Chat(), False)
+    sources = reading.read_source(
+        str(directory / "asked.jsonl"), "chat", conversations.chat_of(directory), False
+    )
     origins = {document.origin: packing.is_held_out(document.origin, 3) for document in sources}
     assert all(document.origin in origins or document.origin in STORIES for document in documents)
     assert (directory / "a.txt").read_text() == "\n\n".join(record["completion"] for record in found) + "\n"

@@ -137,9 +137,11 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
 def test_a_run_with_all_of_it_resumes_exactly(folder):
     assert soft.main(arguments(folder, "whole")) == 0
     assert soft.main(arguments(folder, "halves", "--minutes", "1e-9")) == 0
-    assert len(metrics.read(folder / "halves")) == 1
+    assert len(metrics.read_metrics(folder / "halves")) == 1
     assert soft.main(arguments(folder, "halves")) == 0
-    whole, halves = ([one["loss"] for one in metrics.read(folder / name)] for name in ("whole", "halves"))
+    whole, halves = (
+        [one["loss"] for one in metrics.read_metrics(folder / name)] for name in ("whole", "halves")
+    )
     assert whole == halves
     # The target begins as the draft, so the divergence is that of its rounding.
     assert 1e-6 < whole[0] < 0.01

@@ -154,9 +154,9 @@ def test_the_export_is_the_best_checkpoint(folder, whole):
     assert (config.bos_token_id, config.eos_token_ids) == (bpe_tokenizer.BOS_ID, (bpe_tokenizer.EOS_ID,))
     params = huggingface.load_params(directory, config, jnp.float32)
     words = bpe_tokenizer.load(directory)
-    held_out = packing.split(reading.read(str(folder / "text.txt"), "text", conversations.Chat(), False), 6)[
-        1
-    ]
+    held_out = packing.split(
+        reading.read_source(str(folder / "text.txt"), "text", conversations.Chat(), False), 6
+    )[1]
     encoded = bpe_tokenizer.encode_documents(words, held_out, bpe_tokenizer.BOS_ID, [bpe_tokenizer.EOS_ID])
     nothing = base.Given(jnp.int32(0), jax.random.key(0))
     total, weight = base.next_token(config)(params, packing.pack(encoded, 32), nothing)
@@ -191,7 +191,7 @@ def test_curves_are_drawn_and_events_written(folder, whole, monkeypatch):
         pass
     assert "exit 1" in str(drawn[-1])
     assert list((run / "tensorboard").glob("events.*"))
-    measured = [record for record in training_metrics.read(run) if "acceptance/1" in record]
+    measured = [record for record in training_metrics.read_metrics(run) if "acceptance/1" in record]
     assert measured
     assert all(0 <= record["acceptance/1"] <= 1 for record in measured)
     longest = 1 + evaluation.NUM_DRAFT_TOKENS
@@ -562,7 +562,7 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
     form = ["--start", str(folder / "whole"), "--chat-template", "vicuna", "--run", str(tmp_path / "run")]
     options = option_files.parse(sft.Options, ["--data", str(tmp_path / "talk.json"), *form], "sft")
     (tmp_path / "run").mkdir()
-    documents = reading.read(str(tmp_path / "talk.json"), "auto", chat_of(options), False)
+    documents = reading.read_source(str(tmp_path / "talk.json"), "auto", chat_of(options), False)
     put_tokenizer(options, {"talk": documents}, bpe_tokenizer.load(folder / "whole"))
     loaded = load_tokenizer(tmp_path / "run")
     assert "helpful, detailed, and polite answers" in loaded.decode(loaded.encode_chat("Who is Tim?"))

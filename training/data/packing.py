@@ -58,7 +58,7 @@ def split(documents: Sequence[Document], one_in: int) -> tuple[Spool[Document], 
     Raises:
       ValueError: all documents have the same origin.
     """
-    documents = Spool.of(documents)
+    documents = Spool.from_values(documents)
     hashes = [_hash(document.origin) for document in documents]
     origins = sorted(set(hashes))
     if len(origins) < 2:
@@ -85,7 +85,7 @@ def pack(documents: Iterable[Encoded], window: int) -> Windows:
     A document longer than a window is cut; its pieces count as documents of their own. Documents and windows are kept
     in temporary files; memory holds a few numbers for each piece.
     """
-    documents = Spool.of(documents)
+    documents = Spool.from_values(documents)
     sizes = [
         min(window, len(document.tokens) - start)
         for document in documents

@@ -17,7 +17,7 @@ from training.data.spool import Spool
 _NAMED = 5
 
 
-def read(
+def read_source(
     path: str, form: str, chat: Chat, skip: bool, report: Callable[[str], None] = print
 ) -> Sequence[Document]:
     """Reads all documents of a file or a Hugging Face data set, in order; empty ones are dropped.

@@ -31,7 +31,7 @@ class Source:
     """A data source, written PATH[,kind=K][,format=F][,weight=W].
 
     Attributes:
-      path: a file or hf:NAME[:SPLIT]; see `training.data.reading.read`.
+      path: a file or hf:NAME[:SPLIT]; see `training.data.reading.read_source`.
       kind: task type; held-out loss is reported for each. Default: the name of the file or data set.
       format: one of `training.data.formats.FORMATS`, or auto.
       weight: sampling weight, relative to the other sources.
@@ -144,7 +144,7 @@ def read_kinds(
     """
     kinds: dict[str, list[Sequence[formats.Document]]] = {}
     for source in options.data:
-        found = reading.read(source.path, source.format, chat, options.skip_malformed, report)
+        found = reading.read_source(source.path, source.format, chat, options.skip_malformed, report)
         kinds.setdefault(source.kind, []).append(found)
     if chat.assumed and any(one.chat for several in kinds.values() for found in several for one in found):
         report(conversations.assumption())
@@ -152,7 +152,7 @@ def read_kinds(
     for kind, several in kinds.items():
         documents = several[0] if len(several) == 1 else itertools.chain.from_iterable(several)
         try:
-            halves = packing.split(Spool.of(documents), options.held_out)
+            halves = packing.split(Spool.from_values(documents), options.held_out)
         except ValueError as error:
             raise ValueError(f"{kind}: {error}") from None
         for part, half in zip(parts, halves, strict=True):

@@ -29,7 +29,7 @@ class Spool(Sequence[T]):
             pickle.dump(value, self._file, pickle.HIGHEST_PROTOCOL)
 
     @classmethod
-    def of(cls, values: Iterable[T]) -> Spool[T]:
+    def from_values(cls, values: Iterable[T]) -> Spool[T]:
         """Returns the values themselves if they are in a file already, else a copy in a file."""
         return values if isinstance(values, cls) else cls(values)
 

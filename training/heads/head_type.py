@@ -140,7 +140,7 @@ def begin(
         networks.append(network)
         return own
 
-    own = state_sharding.made(mesh, init, params)
+    own = state_sharding.make_sharded(mesh, init, params)
     return networks[0], own
 
 

@@ -26,7 +26,7 @@ from jaxspec.measuring.bench.speed import acceptance, rows
 from jaxspec.measuring.bench.timing import measure_runs
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params
-from jaxspec.texts.results import played_rounds
+from jaxspec.requests.results import played_rounds
 from training import outputs, prompt_options, run
 from training.data import bpe_tokenizer
 from training.data.packing import Windows
@@ -265,7 +265,7 @@ def _export(opened: run.Run[Options], network: Network, target: str, part: np.nd
         target,
         size,
         record,
-        metrics.read(opened.directory),
+        metrics.read_metrics(opened.directory),
         step,
         measured,
         decoded,

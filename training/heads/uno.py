@@ -56,7 +56,7 @@ class UnoNetwork(Network[UnoConfig]):
             before = jnp.maximum(column - (positions - last), 0)
             pending = jnp.take_along_axis(batch["tokens"], before, axis=1)
             noise = network.noise(self.head, pending, positions)
-            shifted.append(run(self, params, embedding, batch, noise, last)[1])
+            shifted.append(run_blocks(self, params, embedding, batch, noise, last)[1])
         # The block after row t + 1, the pending one, begins at the position after it.
         which = (-(positions + 2) % max(count, 1))[None, :, :, None]
         for step in range(1, steps):
@@ -90,7 +90,7 @@ def blocks(positions: jax.Array, count: int | jax.Array, shift: int | jax.Array)
     return (positions + shift) // count * count - shift - 1
 
 
-def run(
+def run_blocks(
     net: UnoNetwork, own: Params, params: Params, batch: Batch, noise: jax.Array, last: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Runs packed documents, and noise at the same positions.
@@ -168,7 +168,7 @@ def _loss(net: UnoNetwork, options: HeadOptions, part: np.ndarray | None) -> Los
         shift = jax.random.randint(of_shift, (batch["tokens"].shape[0], 1), 0, count)
         last = blocks(batch["positions"], count, shift)
         noise = jax.random.randint(of_noise, batch["tokens"].shape, *net.head.noise)
-        text, hidden = run(net, params, given.target, batch, noise, last)
+        text, hidden = run_blocks(net, params, given.target, batch, noise, last)
         mask = next_token_targets(batch)[1] & (last >= 0)
 
         def apart(

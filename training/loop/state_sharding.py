@@ -25,7 +25,7 @@ from jaxspec.loading.loading import devices_of, resolve_mesh
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.llama import Params, is_shape, param_shapes
 from jaxspec.model.quantisation import quantise
-from jaxspec.model.sharding import left_whole, placed, put, shared_out, spread_config
+from jaxspec.model.sharding import left_whole, placed, put_on_mesh, shared_out, spread_config
 
 AXES = ("data", "model")
 
@@ -117,7 +117,7 @@ def load_target(
     params = load_params(mesh, source, config, jnp.dtype(compute if weights in ("auto", "int8") else weights))
     fingerprint = method_files.fingerprint(config, params)
     if weights == "int8":
-        params = made(mesh, functools.partial(quantise, config), params)
+        params = make_sharded(mesh, functools.partial(quantise, config), params)
     return params, fingerprint
 
 
@@ -132,10 +132,10 @@ def placed_shapes(mesh: Mesh, shapes: Any) -> Any:
 
 def place_state(mesh: Mesh, state: Any) -> Any:
     """Places a training state on the devices of the mesh."""
-    return put(state, state_shardings(mesh, state))
+    return put_on_mesh(state, state_shardings(mesh, state))
 
 
-def made(mesh: Mesh, make: Callable[..., Any], *given: Any, donate: bool = False) -> Any:
+def make_sharded(mesh: Mesh, make: Callable[..., Any], *given: Any, donate: bool = False) -> Any:
     """Calls `make(*given)`, compiled so that each device makes only its shards of the resulting state.
 
     Args:
@@ -148,7 +148,7 @@ def made(mesh: Mesh, make: Callable[..., Any], *given: Any, donate: bool = False
 
 
 def maker(mesh: Mesh, make: Callable[..., Any], *given: Any, donate: bool = False) -> Any:
-    """Returns the jitted function that `made` calls; `given` are arrays or shapes."""
+    """Returns the jitted function that `make_sharded` calls; `given` are arrays or shapes."""
     shardings = state_shardings(mesh, jax.eval_shape(make, *given))
     donated = tuple(range(len(given))) if donate else ()
     return jax.jit(make, out_shardings=shardings, donate_argnums=donated)
@@ -186,7 +186,7 @@ def place_batch(mesh: Mesh, batch: Any, rows_axis: int, strict: bool = True) -> 
                 f"a batch of {array.shape[rows_axis]} rows cannot be divided over {count} devices; "
                 f"give --batch a multiple of {count}"
             )
-        array_on_mesh: jax.Array = put(array, _rows_sharding(mesh, array.shape, rows_axis))
+        array_on_mesh: jax.Array = put_on_mesh(array, _rows_sharding(mesh, array.shape, rows_axis))
         return array_on_mesh
 
     return jax.tree.map(place, batch)

@@ -160,7 +160,7 @@ class Loop:
         step = int(state.step)
         log = Metrics(self.directory, step)
         # A resumed run is judged as if it had not stopped.
-        earlier = (record for record in metrics.read(self.directory) if record["step"] <= step)
+        earlier = (record for record in metrics.read_metrics(self.directory) if record["step"] <= step)
         self._losses.extend(record["loss"] for record in earlier if "loss" in record)
         due = False  # whether a checkpoint is to be written
         reason: Literal["steps", "minutes", "interrupted"] = "steps"
@@ -209,7 +209,7 @@ class Loop:
         """Resumes the newest intact checkpoint, or makes the initial state on the devices."""
         if not self.checkpoints.steps():
             params = state_sharding.place_state(self.mesh, params)
-            state: TrainState = state_sharding.made(self.mesh, self.init, params, donate=True)
+            state: TrainState = state_sharding.make_sharded(self.mesh, self.init, params, donate=True)
             return state
         begun = jax.eval_shape(self.init, params)
         # The checkpoint's parameters need the memory of the initial ones.

@@ -19,7 +19,7 @@ from flax import struct
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor, RejectionAcceptor
 from jaxspec.decoding import DecodeState, Parts, Request
-from jaxspec.drafting.layerskip_drafter import LayerSkip
+from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
@@ -44,10 +44,10 @@ class Examples(NamedTuple):
 
 
 @struct.dataclass
-class Recording(Drafter):
+class RecordingDrafter(Drafter):
     """A drafter that wraps another one, and keeps its last proposal in the state."""
 
-    inner: LayerSkip
+    inner: LayerSkipDrafter
 
     @property
     def num_draft_tokens(self) -> int:  # type: ignore[override]
@@ -87,7 +87,7 @@ def _round(config: LlamaConfig, weights: Weights, parts: Parts, state: DecodeSta
     A token counts only if all tokens before it were accepted: a probe estimates the probability of the next token
     given an accepted draft, and a round ends at its first rejection.
     """
-    target, exit_layer = weights.target, cast(Recording, parts.drafter).inner.exit_layer
+    target, exit_layer = weights.target, cast(RecordingDrafter, parts.drafter).inner.exit_layer
     before = state.length
     state, outcome, _ = decoding.decode_round(config, weights, parts, state)
     own, proposal = state.drafter_state
@@ -142,7 +142,7 @@ def gather(
       report: called with the number of finished prompts.
     """
     capacity = 1 << (max(map(len, prompts)) + new_tokens + num_draft_tokens + 1).bit_length()
-    drafter = Recording(LayerSkip(config, exit_layer, num_draft_tokens=num_draft_tokens))
+    drafter = RecordingDrafter(LayerSkipDrafter(config, exit_layer, num_draft_tokens=num_draft_tokens))
     weights = Weights(params)
     parts_found: list[list[np.ndarray]] = [[], [], []]
     batch = min(batch, len(prompts))

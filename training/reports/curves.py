@@ -35,7 +35,7 @@ def draw(run: Path) -> list[Path]:
     Raises:
       ValueError: the run has not written any figures.
     """
-    records = metrics.read(run)
+    records = metrics.read_metrics(run)
     if not records:
         raise ValueError(f"no {metrics.METRICS_FILE} in {run}; give the run directory of a training command")
     drawn = {run / LOSS_FILE: loss_chart(run.name, records)}
@@ -52,7 +52,7 @@ def watched(run: Path) -> Iterator[None]:
     live, ended = Live(), threading.Event()
 
     def redraw() -> None:
-        records = metrics.read(run)
+        records = metrics.read_metrics(run)
         loss = loss_chart(run.name, records, log=True)
         live(beside(loss, acceptance_chart(records)) if _exits(records) else loss)
 
@@ -76,7 +76,7 @@ def loss_chart(run: str, records: Records, *, log: bool = False) -> Chart:
 
     Args:
       run: the name of the run.
-      records: those of `metrics.read`; may be empty.
+      records: those of `metrics.read_metrics`; may be empty.
       log: whether the axis of the loss is logarithmic.
     """
     thin, prefix = "training, smoothed", "held_out_loss/"

@@ -18,7 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 
 
-def read(run: Path) -> list[dict[str, float]]:
+def read_metrics(run: Path) -> list[dict[str, float]]:
     """Reads the records of metrics.jsonl, one per step; damaged lines are left out."""
     file = run / METRICS_FILE
     records = []
@@ -44,7 +44,7 @@ class Metrics:
         """
         if not files.written_here():
             return
-        kept = [record for record in read(run) if record["step"] <= step]
+        kept = [record for record in read_metrics(run) if record["step"] <= step]
         files.write_atomic(run / METRICS_FILE, "".join(json.dumps(record) + "\n" for record in kept))
         self._stream = (run / METRICS_FILE).open("a")
         (run / TENSORBOARD).mkdir(exist_ok=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import AuxChain, ParallelChain, own_cache
+from jaxspec.drafting.aux_drafter import AuxDrafter, ParallelDrafter, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.dflash import network
@@ -20,7 +20,7 @@ from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class DFlash(ParallelChain, AuxChain):
+class DFlashDrafter(ParallelDrafter, AuxDrafter):
     """Drafts all tokens of a round in one pass over the pending token and mask tokens, independently of each other.
 
     The head's cache holds keys and values of committed tokens, from the target's hidden states. Those of a drafted
@@ -70,7 +70,7 @@ class DFlash(ParallelChain, AuxChain):
         masks = ((0, 0), (0, self.num_draft_tokens + first - 1))
         block = jnp.pad(view.pending[:, None], masks, constant_values=self.head.mask_id)
         embedded = llama.embedding_rows(params.target, block)
-        hidden, cache = network.run(self.head, params.drafter, embedded, view.start, state.own)
+        hidden, cache = network.run_head(self.head, params.drafter, embedded, view.start, state.own)
         hidden = hidden[:, first:]
         logits = network.logits(self.head, params.drafter, self.config, params.target, hidden)
         proposal, state = self.draft_said(logits, hidden, keys, state, view, distribution, params.drafter)

@@ -38,9 +38,9 @@ class DFlash(TreeHeadMethod):
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of a head of DFlash."""
-        from jaxspec.heads.dflash.drafter import DFlash as Drafting
+        from jaxspec.heads.dflash.drafter import DFlashDrafter
 
-        return Drafting(target.config, head, *self.block(head))
+        return DFlashDrafter(target.config, head, *self.block(head))
 
     def most(self, head: Any) -> int:
         """Returns the number of tokens that a block of the head drafts."""

@@ -169,7 +169,7 @@ def pairs(
         yield rope.rotate(keys, turns), both[..., 1, :]
 
 
-def run(
+def run_head(
     head: DFlashConfig, params: Params, embedded: jax.Array, start: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
     """Runs the head over a block of T rows.
@@ -191,5 +191,5 @@ def run(
 def logits(
     head: DFlashConfig, params: Params, target: LlamaConfig, target_params: Params, hidden: jax.Array
 ) -> jax.Array:
-    """Returns the logits of each row's own token: [..., D] of `run` → float32[..., V], or [..., N] of a vocabulary."""
+    """Returns the logits of each row's own token: [..., D] → float32[..., V], or [..., N] of a vocabulary."""
     return llama.logits_of_draft(target, target_params, params, head.block.rms_norm_eps, hidden)

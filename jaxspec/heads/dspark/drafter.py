@@ -7,7 +7,7 @@ from typing import ClassVar
 import jax
 from flax import struct
 
-from jaxspec.heads.dflash.drafter import DFlash
+from jaxspec.heads.dflash.drafter import DFlashDrafter
 from jaxspec.heads.dspark import network
 from jaxspec.heads.dspark.network import DSparkConfig
 from jaxspec.model.llama import Params
@@ -31,7 +31,7 @@ class Confidence:
 
 
 @struct.dataclass
-class DSpark(DFlash):
+class DSparkDrafter(DFlashDrafter):
     """Runs the block as DFlash, then drafts token after token, with a bias of the logits by the token before.
 
     If the head predicts the acceptance, the stop rule gets its logit, [B, 1], in place of hidden states.

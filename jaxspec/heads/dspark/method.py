@@ -48,15 +48,14 @@ class DSpark(DFlash):
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of a head of DSpark."""
-        from jaxspec.heads.dspark.drafter import Confidence
-        from jaxspec.heads.dspark.drafter import DSpark as Drafting
+        from jaxspec.heads.dspark.drafter import Confidence, DSparkDrafter
 
         def predicted() -> Confidence:
             if head.confidence == "none":
                 raise ValueError("stop_rule='probe' needs a head that predicts the acceptance; give another")
             return Confidence()
 
-        return Drafting(target.config, head, *self.block(head, predicted))
+        return DSparkDrafter(target.config, head, *self.block(head, predicted))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of DFlash's pass, and of the bias of each token, which reads `markov_out`."""

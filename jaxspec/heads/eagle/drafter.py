@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import AuxTree, ParallelChain, latest, own_cache
+from jaxspec.drafting.aux_drafter import AuxTreeDrafter, ParallelDrafter, latest, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.eagle import network
@@ -37,7 +37,7 @@ class Absorbed(NamedTuple):
 
 
 @struct.dataclass
-class Eagle(ParallelChain, AuxTree):
+class EagleDrafter(ParallelDrafter, AuxTreeDrafter):
     """Drafts with a head that predicts the target's auxiliary hidden states, and from each of them the next token.
 
     For committed tokens the head's cache holds pairs of the target's own auxiliary hidden states: verification computes
@@ -120,7 +120,7 @@ class Eagle(ParallelChain, AuxTree):
     ) -> tuple[jax.Array, KVCache]:
         """Runs the head over pairs of auxiliary hidden state [B, T, D] and token int32[B, T]."""
         table = params.drafter if self.head.own_embedding else params.target
-        return network.run(
+        return network.run_head(
             self.head,
             params.drafter,
             llama.embedding_rows(table, tokens),

@@ -30,9 +30,9 @@ class Eagle(TreeHeadMethod):
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of a head of EAGLE."""
-        from jaxspec.heads.eagle.drafter import Eagle as Drafting
+        from jaxspec.heads.eagle.drafter import EagleDrafter
 
-        return Drafting(target.config, head, *self.stopping())
+        return EagleDrafter(target.config, head, *self.stopping())
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of a pass for each token, or of one over K rows with a head of P-EAGLE."""

@@ -138,7 +138,7 @@ def fuse(head: EagleConfig, params: Params, aux_hidden_states: jax.Array) -> jax
     return linear(aux_hidden_states, params["fc"], params.get("fc_bias"))
 
 
-def run(
+def run_head(
     head: EagleConfig,
     params: Params,
     embedded: jax.Array,
@@ -183,7 +183,7 @@ def run_first(
     """Runs the head's first layer, which reads the pairs.
 
     Args:
-      head, params, embedded, aux_hidden_state: as in `run`.
+      head, params, embedded, aux_hidden_state: as in `run_head`.
       turns: from `rope.tables`, for the pairs' positions.
       attend: the attention of the pairs to each other and to those before them.
       layer_cache: the cache that `attend` reads and writes.
@@ -205,14 +205,14 @@ def run_first(
 
 
 def fed_back(head: EagleConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Returns the auxiliary hidden state of a token that the target has not run: [..., D] of `run` → [..., D]."""
+    """Returns the auxiliary hidden state of a token that the target has not run: [..., D] of `run_head` → [..., D]."""
     return llama.final_norm(head.block, params, hidden) if head.output_is_normed else hidden
 
 
 def logits(
     head: EagleConfig, params: Params, target: LlamaConfig, target_params: Params, hidden: jax.Array
 ) -> jax.Array:
-    """Returns the logits of the token after a pair's: [..., D] of `run` → float32[..., V or V']."""
+    """Returns the logits of the token after a pair's: [..., D] of `run_head` → float32[..., V or V']."""
     if head.kind == "eagle3":
         hidden = llama.final_norm(head.block, params, hidden)
     if "vocabulary" in params:

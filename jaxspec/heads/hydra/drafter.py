@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import AuxTree, latest, own_cache
+from jaxspec.drafting.aux_drafter import AuxTreeDrafter, latest, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.hydra import network
@@ -36,7 +36,7 @@ class Absorbed(NamedTuple):
 
 
 @struct.dataclass
-class Hydra(AuxTree):
+class HydraDrafter(AuxTreeDrafter):
     """Drafts token i of the round, or level i of a tree, with head i, given the draft tokens before it.
 
     `params.drafter` are the parameters of at least the first K heads.

@@ -28,6 +28,6 @@ class Hydra(SeveralHeads):
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of heads of Hydra."""
-        from jaxspec.heads.hydra.drafter import Hydra as Drafting
+        from jaxspec.heads.hydra.drafter import HydraDrafter
 
-        return Drafting(target.config, head, *self.stopping(usual=self.heads_of(head.num_heads)))
+        return HydraDrafter(target.config, head, *self.stopping(usual=self.heads_of(head.num_heads)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import AuxChain, own_cache
+from jaxspec.drafting.aux_drafter import AuxDrafter, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.exit_drafter import ExitDrafter
 from jaxspec.heads.kangaroo import network
@@ -19,7 +19,7 @@ from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class Kangaroo(ExitDrafter, AuxChain):
+class KangarooDrafter(ExitDrafter, AuxDrafter):
     """Drafts with the target's first E layers and an adapter; verification reuses the output of those layers.
 
     Each draft token takes one pass of E layers and of the adapter. After a round the adapter's cache is filled from the
@@ -65,7 +65,7 @@ class Kangaroo(ExitDrafter, AuxChain):
         Rows past count[b] are written too; later tokens overwrite them before they are read.
         """
         del tokens, count
-        return network.run(self.head, params.drafter, aux_hidden_states, start, state)[1]
+        return network.run_head(self.head, params.drafter, aux_hidden_states, start, state)[1]
 
     def propose(
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, distribution: Distribution
@@ -75,7 +75,7 @@ class Kangaroo(ExitDrafter, AuxChain):
         def read(
             stream: jax.Array, position: jax.Array, own: KVCache
         ) -> tuple[jax.Array, jax.Array, KVCache]:
-            hidden, own = network.run(self.head, params.drafter, stream, position, own)
+            hidden, own = network.run_head(self.head, params.drafter, stream, position, own)
             logits = network.logits(self.head, params.drafter, self.config, params.target, hidden[:, 0])
             return logits, hidden[:, 0], own
 

@@ -49,7 +49,7 @@ class Kangaroo(HeadMethod):
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of an adapter."""
-        from jaxspec.heads.kangaroo.drafter import Kangaroo as Drafting
+        from jaxspec.heads.kangaroo.drafter import KangarooDrafter
 
         depth = target.config.num_layers
         if depth == 1:
@@ -66,7 +66,7 @@ class Kangaroo(HeadMethod):
             raise ValueError(
                 f"exit_layer is {exit_layer}; the model has {depth} layers, give 1 to {depth - 1}"
             )
-        return Drafting(target.config, head, exit_layer, *self.stopping(usual=_USUAL))
+        return KangarooDrafter(target.config, head, exit_layer, *self.stopping(usual=_USUAL))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of an early exit and its adapter; to absorb a text the target runs over it once more."""

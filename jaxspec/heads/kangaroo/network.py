@@ -50,7 +50,7 @@ def usual(target: LlamaConfig) -> KangarooConfig:
     return KangarooConfig(target.block(), min(2, target.num_layers - 1))
 
 
-def run(
+def run_head(
     head: KangarooConfig, params: Params, stream: jax.Array, start: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
     """Runs the adapter over streams [B, T, D] of tokens from position start[b] on.
@@ -72,5 +72,5 @@ def run(
 def logits(
     head: KangarooConfig, params: Params, target: LlamaConfig, target_params: Params, hidden: jax.Array
 ) -> jax.Array:
-    """Returns the logits of the next token: [..., D] of `run` → float32[..., V], or [..., N] of a vocabulary."""
+    """Returns the logits of the next token: [..., D] of `run_head` → float32[..., V], or [..., N] of a vocabulary."""
     return llama.logits_of_draft(target, target_params, params, head.block.rms_norm_eps, hidden)

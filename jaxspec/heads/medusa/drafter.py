@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import AuxChain, ParallelChain, latest
+from jaxspec.drafting.aux_drafter import AuxDrafter, ParallelDrafter, latest
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.medusa import network
@@ -20,7 +20,7 @@ from jaxspec.stopping import Constant
 
 
 @struct.dataclass
-class Medusa(ParallelChain, AuxChain):
+class MedusaDrafter(ParallelDrafter, AuxDrafter):
     """Drafts token i of the round with head i, independently of the other heads.
 
     All heads run at once, on the hidden state from which the target's head predicted the pending token. A tree contains

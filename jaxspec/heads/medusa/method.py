@@ -31,6 +31,6 @@ class Medusa(SeveralHeads):
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of heads of Medusa."""
-        from jaxspec.heads.medusa.drafter import Medusa as Drafting
+        from jaxspec.heads.medusa.drafter import MedusaDrafter
 
-        return Drafting(target.config, head, *self.stopping(usual=self.heads_of(head.num_heads)))
+        return MedusaDrafter(target.config, head, *self.stopping(usual=self.heads_of(head.num_heads)))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.drafting.aux_drafter import ParallelChain
+from jaxspec.drafting.aux_drafter import ParallelDrafter
 from jaxspec.drafting.chain_drafter import ChainState
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.uno import network
@@ -25,7 +25,7 @@ _NEVER = -1e30
 
 
 @struct.dataclass
-class Uno(ParallelChain):
+class UnoDrafter(ParallelDrafter):
     """Runs the target over the pending token and K − 1 noise tokens, with adapters on the noise tokens' rows.
 
     The first draft token has the target's own distribution, so it is always accepted, and verification need not run the
@@ -54,7 +54,7 @@ class Uno(ParallelChain):
         """Drafts in the target's cache."""
         config, target, own = self.config, params.target, params.drafter
         tokens = network.block(self.head, view.pending, view.start, self.num_draft_tokens)
-        hidden, cache = network.run(config, target, self.head, own, tokens, view.start, view.cache)
+        hidden, cache = network.run_head(config, target, self.head, own, tokens, view.start, view.cache)
         logits = network.logits(own, config, target, hidden)
         if isinstance(self.tree, Dynamic):
             # The target will draw the first token from this distribution: in a greedy text there is one candidate.
@@ -71,7 +71,7 @@ class Uno(ParallelChain):
 
 
 @struct.dataclass
-class UnoSinglePass(ParallelChain):
+class UnoSinglePassDrafter(ParallelDrafter):
     """Drafts within the verification of the draft before, so that a round is one pass of the target.
 
     Under each of the K + 1 beginnings of the verified draft there are K noise tokens, in the places of the token that
@@ -112,7 +112,7 @@ class UnoSinglePass(ParallelChain):
     def init(self, params: Weights, view: View, prefill: Prefill) -> ChainState:
         """Returns the state of a new text, with a draft by a pass of its own."""
         tokens = network.block(self.head, view.pending, view.start, self.num_draft_tokens)
-        hidden, _ = network.run(
+        hidden, _ = network.run_head(
             self.config, params.target, self.head, params.drafter, tokens, view.start, view.cache
         )
         return super().init(params, view, prefill)._replace(own=hidden)

@@ -46,10 +46,9 @@ class Uno(TreeHeadMethod):
 
     def drafter(self, target: LoadedModel, head: Any) -> Drafter:
         """Makes the drafter of an adapter of Uno."""
-        from jaxspec.heads.uno.drafter import Uno as Drafting
-        from jaxspec.heads.uno.drafter import UnoSinglePass
+        from jaxspec.heads.uno.drafter import UnoDrafter, UnoSinglePassDrafter
 
-        made = UnoSinglePass if self.single_pass else Drafting
+        made = UnoSinglePassDrafter if self.single_pass else UnoDrafter
         return made(target.config, head, *self.stopping(usual=8))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:

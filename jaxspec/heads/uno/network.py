@@ -93,7 +93,7 @@ def block(head: UnoConfig, pending: jax.Array, start: jax.Array, count: int) -> 
     return jnp.concatenate([pending[:, None], drawn], axis=1)
 
 
-def run(
+def run_head(
     config: LlamaConfig,
     params: Params,
     head: UnoConfig,

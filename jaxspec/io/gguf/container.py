@@ -79,7 +79,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 
 @brief_errors()
-def read(path: str | os.PathLike[str]) -> GGUFFile:
+def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Returns the metadata and the tensors of a file; the tensors are mapped, not read.
 
     Raises:

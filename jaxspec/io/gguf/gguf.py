@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.host.messages import brief_errors, shown
-from jaxspec.io.gguf.container import PLAIN, GGUFFile, Tensor, read, token_ids
+from jaxspec.io.gguf.container import PLAIN, GGUFFile, Tensor, read_gguf, token_ids
 from jaxspec.io.gguf.ends import end_ids
 from jaxspec.io.hf.config_json import MIN_EPSILON, config_from, errors_of
 from jaxspec.io.hf.families import FAMILIES, FULL, MAX_FACTOR, SLIDING, Family
@@ -124,7 +124,7 @@ def read_config(path: str | os.PathLike[str]) -> LlamaConfig:
       FileNotFoundError: there is no such file.
       ValueError: the file is not GGUF, truncated or damaged, or its model is not supported; one line.
     """
-    file = read(path)
+    file = read_gguf(path)
     try:
         return _config(file)
     except (ValueError, TypeError) as error:
@@ -351,7 +351,7 @@ def stored_dtype(path: str | os.PathLike[str]) -> np.dtype:
     Raises:
       ValueError: as in `read_config`.
     """
-    embed = read(path).tensors.get(_EMBED)
+    embed = read_gguf(path).tensors.get(_EMBED)
     if embed is None:
         raise ValueError(f"{path}: tensor {_EMBED} is missing")
     stored: np.dtype = _DTYPES.get(embed.kind, _DTYPES["F32"])
@@ -370,7 +370,7 @@ def load_params(
     Raises:
       ValueError: a tensor is missing, has another shape, or has no place in the model; one line.
     """
-    file = read(path)
+    file = read_gguf(path)
     layout = ARCHITECTURES[file.metadata["general.architecture"]].layout
     _check(file, config, layout)
 

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxspec.io.gguf.bounds import TEMPLATE
-from jaxspec.io.gguf.container import GGUFFile, read, token_ids
+from jaxspec.io.gguf.container import GGUFFile, read_gguf, token_ids
 from jaxspec.io.gguf.ends import END_TEXTS
 from jaxspec.io.tokenizers.tokenizer_file import FileTokenizer, failures
 
@@ -82,7 +82,7 @@ _SPLITS = {
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
     """Whether a GGUF file contains a vocabulary, valid or not."""
-    return _LIST in read(path).metadata
+    return _LIST in read_gguf(path).metadata
 
 
 def build(path: str | os.PathLike[str]) -> FileTokenizer:
@@ -92,7 +92,7 @@ def build(path: str | os.PathLike[str]) -> FileTokenizer:
       FileNotFoundError: there is no such file.
       ValueError: the file has no vocabulary, an unsupported one, or a damaged one; one line.
     """
-    file = read(path)
+    file = read_gguf(path)
     return FileTokenizer(*_backend(file), _templates(file.metadata))
 
 
@@ -104,7 +104,7 @@ def save(
     Raises:
       ValueError, FileNotFoundError: as in `build`.
     """
-    file = read(path)
+    file = read_gguf(path)
     backend, named = _backend(file)
     loaded = transformers().PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -82,7 +82,7 @@ class Rules:
     min_length: int = 0
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Rules:
+    def from_values(cls, values: Mapping[str, Any]) -> Rules:
         """Returns the rules among the keys of a `generation_config.json`; null counts as absent.
 
         Raises:
@@ -117,7 +117,7 @@ def defaults_of(content: Mapping[str, Any]) -> dict[str, Any]:
         SAMPLING[key](given)
     for key in PENALTIES.keys() & given.keys():
         PENALTIES[key](given)
-    Rules.of(given)
+    Rules.from_values(given)
     return given
 
 

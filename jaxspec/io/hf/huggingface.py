@@ -229,13 +229,13 @@ def _first_line(error: Exception) -> str:
 
 @brief_errors()
 def open_tensors(directory: Path, integers: bool = False) -> Tensors:
-    """Returns the tensors of a directory's safetensors files, mapped, not read; `integers` as in `tensors.read`.
+    """Returns the tensors of a directory's safetensors files, mapped, not read; `integers` as in `read_tensors`.
 
     Raises:
       ValueError: there are none, or a file is missing or not in the format; one line.
     """
     if (directory / _SINGLE).is_file():
-        return tensors.read(directory / _SINGLE, integers)
+        return tensors.read_tensors(directory / _SINGLE, integers)
     if not (directory / _INDEX).is_file():
         for name in (_SINGLE, _INDEX):
             if (directory / name).is_symlink():
@@ -256,7 +256,7 @@ def open_tensors(directory: Path, integers: bool = False) -> Tensors:
     for name in sorted(set(files.values())):
         if not (directory / name).is_file():
             raise ValueError(f"{directory / name} is missing, though {_INDEX} names it; fetch it again")
-        found.add(tensors.read(directory / name, integers))
+        found.add(tensors.read_tensors(directory / name, integers))
     return found
 
 
@@ -545,7 +545,7 @@ def save(
     if len(shards) > 1:
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for file, shapes in zip(files, shards, strict=True):
-        tensors.write(directory / file, shapes, fetch, dtype)
+        tensors.write_tensors(directory / file, shapes, fetch, dtype)
     if len(shards) > 1:
         total = sum(int(np.prod(shape)) for shapes in shards for shape in shapes.values()) * dtype.itemsize
         weight_map = {name: file for file, shapes in zip(files, shards, strict=True) for name in shapes}

@@ -67,7 +67,7 @@ def read_adapter(name: str | os.PathLike[str], config: LlamaConfig) -> Params:
       ValueError: the adapter is for another model, or has more than LoRA of the layers' matrices; one line.
     """
     directory = _resolve(os.fspath(name))
-    content, found = read_json(directory / ADAPTER), tensors.read(directory / _WEIGHTS)
+    content, found = read_json(directory / ADAPTER), tensors.read_tensors(directory / _WEIGHTS)
     with errors_of(directory):
         for tensor, numbers in found.items():
             tensors.check_finite(tensor, numbers)

@@ -61,12 +61,12 @@ def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dic
     return given
 
 
-def write(key: dict[str, Any], costs: StepCosts) -> None:
+def write_step_costs(key: dict[str, Any], costs: StepCosts) -> None:
     """Keeps costs, see `user_cache.keep`."""
     keep("costs", key, dataclasses.asdict(costs))
 
 
-def read(key: dict[str, Any]) -> StepCosts | None:
+def read_step_costs(key: dict[str, Any]) -> StepCosts | None:
     """Returns the costs of a key; None if there are none, or their file is damaged."""
     content = kept("costs", key)
     try:

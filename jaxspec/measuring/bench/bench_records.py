@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.programs.executables import VariantCounts
-from jaxspec.texts.results import Result, Statistics
-from jaxspec.texts.text import Token
+from jaxspec.requests.results import Result, Statistics
+from jaxspec.requests.text import Token
 
 
 @dataclasses.dataclass(frozen=True)

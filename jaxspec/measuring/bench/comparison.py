@@ -14,9 +14,9 @@ from jaxspec.measuring.bench.suite_options import check_count
 from jaxspec.measuring.bench.timing import Run, measure_runs
 from jaxspec.measuring.output import figure
 from jaxspec.methods import Method, registry
+from jaxspec.requests.reading import Messages, Prompt
+from jaxspec.requests.results import Result
 from jaxspec.sampling import is_greedy
-from jaxspec.texts.requests import Messages, Prompt
-from jaxspec.texts.results import Result
 
 BASELINE = "autoregressive"
 # The mean acceptance length has two columns, because both definitions are in use.
@@ -65,7 +65,7 @@ def compare(
       number of new tokens), `first_token_ms` (from the call to the first token without compilation, the median over
       the repeats), `tokens_per_second`, `speedup` over autoregressive, the figures of `speed.acceptance`,
       `identical_to_autoregressive` (None when sampling, because only the distributions are equal), and `lossy`
-      (True if the distributions differ too, see `texts.results.Result`). Undefined numbers are None.
+      (True if the distributions differ too, see `requests.results.Result`). Undefined numbers are None.
 
     Raises:
       ValueError: `repeats` is below 1, or an error of `lm.generate`.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.texts.results import Score
+from jaxspec.requests.results import Score
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.texts.results import Result
+from jaxspec.requests.results import Result
 
 # A text, or the texts of a batch.
 Texts = Result | Sequence[Result]

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxspec.costs.rounds import StepCosts
-from jaxspec.drafting.autoregressive_drafter import Autoregressive
+from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host import processes
 from jaxspec.host.files import written_here
@@ -65,7 +65,7 @@ def step_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda step: None
         )
         timed["long"] = SubmodelSteps(lm, every, live=LONG[0], capacity=LONG[1])
         rounds = {
-            "loop": Steps(lm, Weights(lm.params), Autoregressive(), SHORT[1]),
+            "loop": Steps(lm, Weights(lm.params), AutoregressiveDrafter(), SHORT[1]),
             "lookup": LookupSteps(lm, live=SHORT[1], capacity=2 * SHORT[1]),
         }
         once = {name: functools.partial(steps, 1) for name, steps in timed.items()}
@@ -126,7 +126,7 @@ def remembered_step_costs(
       The costs, and whether they were measured now. All processes use the file of the first one.
     """
     key = cost_files.key(lm.device_kind, lm.device.platform, lm.config, lm.precision)
-    found = None if fresh or not written_here() else cost_files.read(key)
+    found = None if fresh or not written_here() else cost_files.read_step_costs(key)
     if processes.spans_processes(lm.mesh):
         given = json.loads(processes.of_first(json.dumps(found and dataclasses.asdict(found))))
         found = None if given is None else cost_files.parse(given, "process 0")
@@ -134,7 +134,7 @@ def remembered_step_costs(
         return dataclasses.replace(found, model=lm.name), False
     costs = step_costs(lm, on_progress=on_progress)
     if written_here():
-        cost_files.write(key, costs)
+        cost_files.write_step_costs(key, costs)
     return costs, True
 
 

@@ -16,14 +16,14 @@ from jax.sharding import Mesh
 from jaxspec import decoding
 from jaxspec.acceptance import GreedyAcceptor
 from jaxspec.decoding import DecodeState, Parts
-from jaxspec.drafting.ngram_drafter import NGram
+from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.plan import LayerPlan
-from jaxspec.model.sharding import put, state_shardings
+from jaxspec.model.sharding import put_on_mesh, state_shardings
 from jaxspec.programs import compiled
 from jaxspec.protocol import Drafter, View, Weights
 from jaxspec.sampling import Greedy, seed_key
@@ -136,7 +136,7 @@ class SubmodelSteps(Loop):
         )
         # The first state needs the placement of a returned state, otherwise the second call would compile again.
         place = lm.device if lm.mesh is None else state_shardings(lm.mesh, cache)
-        super().__init__(lm, _submodel_steps, given, put(cache, place), **static)
+        super().__init__(lm, _submodel_steps, given, put_on_mesh(cache, place), **static)
 
     def __call__(self, count: int = ROUNDS) -> None:
         """Runs `count` steps; returns when the device is done."""
@@ -179,12 +179,14 @@ class LookupSteps(Loop):
     """
 
     def __init__(self, lm: LanguageModel, live: int, capacity: int) -> None:
-        given = NGram(), jax.random.split(seed_key(0), 1)
+        given = NGramDrafter(), jax.random.split(seed_key(0), 1)
         super().__init__(lm, _lookups, given, jnp.arange(capacity, dtype=jnp.int32)[None] % live, live=live)
 
 
 @functools.partial(jax.jit, static_argnames="live")
-def _lookups(drafter: NGram, keys: jax.Array, tokens: jax.Array, *, live: int) -> tuple[jax.Array, jax.Array]:
+def _lookups(
+    drafter: NGramDrafter, keys: jax.Array, tokens: jax.Array, *, live: int
+) -> tuple[jax.Array, jax.Array]:
     capacity = tokens.shape[1]
 
     def one(at: jax.Array, tokens: jax.Array) -> jax.Array:

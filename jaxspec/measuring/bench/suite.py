@@ -29,8 +29,8 @@ from jaxspec.measuring.bench.timing import measure_runs, warm_up
 from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods import Auto, Method, registry
 from jaxspec.model.sharding import fetched
+from jaxspec.requests.results import Result
 from jaxspec.sampling import is_greedy
-from jaxspec.texts.results import Result
 
 FORMAT = "jaxspec.bench/1"
 # Arrays of at most this size are hashed completely. For a larger array, only a part of the first row and of the last

@@ -12,7 +12,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host import processes
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.measuring.bench.suite_options import check_count
-from jaxspec.texts.results import Result
+from jaxspec.requests.results import Result
 
 # (prompt, number of the turn) → the generated text; the number of the turn is the seed when sampling.
 Run = Callable[[Any, int], Result]

@@ -63,7 +63,7 @@ class Compile:
             from jaxspec.loading.loading import dtype_named, resolve_weights
             from jaxspec.measuring.aot import Place, devices, make, model_shape
 
-            place = Place.of(devices(topology), axes)
+            place = Place.from_devices(devices(topology), axes)
             dtype = dtype_named(self.dtype, place.devices[0])
             target = model_shape(self.model, self.shape)
             config = dataclasses.replace(target.config, kv_cache_dtype=self.kv_cache_dtype)

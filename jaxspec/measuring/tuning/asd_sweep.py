@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxspec.drafting.asd_drafter import ASD, admg
+from jaxspec.drafting.asd_drafter import ASDDrafter, admg
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io.methods.asd_numbers import ASDNumbers
@@ -165,8 +165,10 @@ def tune_asd(
     }
 
 
-def _drafter(lm: LanguageModel, setting: ASDNumbers) -> ASD:
-    return ASD(lm.config, jnp.float32(setting.alpha), jnp.int32(setting.every), jnp.int32(setting.keep_last))
+def _drafter(lm: LanguageModel, setting: ASDNumbers) -> ASDDrafter:
+    return ASDDrafter(
+        lm.config, jnp.float32(setting.alpha), jnp.int32(setting.every), jnp.int32(setting.keep_last)
+    )
 
 
 def _row(group: Group, turns: Sequence[Turn]) -> dict[str, Any]:

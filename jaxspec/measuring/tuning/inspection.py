@@ -26,7 +26,7 @@ from jaxspec.model.llama import floor_bytes
 from jaxspec.model.plan import LayerPlan
 from jaxspec.model.sharding import fetched
 from jaxspec.programs.buckets import bucket
-from jaxspec.texts.requests import Prompt
+from jaxspec.requests.reading import Prompt
 
 DEFAULT_BUDGET = 64
 SUBLAYERS = ("attention", "mlp")
@@ -99,7 +99,7 @@ def inspect_model(
     # One mask per prompt, then the mask of the mean.
     attention = np.concatenate([similarities, mean[None]])[:, :, 0]
     runs = np.asarray(admg(jnp.asarray(attention, jnp.float32), *dataclasses.astuple(asd)))
-    *masks, mean_mask = (_mask(lm, LayerPlan.of(run)) for run in runs)
+    *masks, mean_mask = (_mask(lm, LayerPlan.from_array(run)) for run in runs)
     return {
         "model": lm.name,
         "device": lm.device_kind,

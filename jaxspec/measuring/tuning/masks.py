@@ -77,4 +77,4 @@ class MaskSpace:
     def _plan(self, skipped: Iterable[int]) -> LayerPlan:
         run = np.ones(2 * self.num_layers, bool)
         run[list(skipped)] = False
-        return LayerPlan.of(run.reshape(-1, 2))
+        return LayerPlan.from_array(run.reshape(-1, 2))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxspec.drafting.s2d_drafter import S2D
+from jaxspec.drafting.s2d_drafter import S2DDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.measuring.tuning.objectives import Speed
@@ -32,7 +32,7 @@ class SortedDraft(NamedTuple):
       fingerprint: fingerprint of the draft's layers up to its last exit; saved thresholds are found by it.
     """
 
-    drafter: S2D
+    drafter: S2DDrafter
     params: Any
     fingerprint: str
 
@@ -44,7 +44,7 @@ def sorted_draft(lm: LanguageModel, draft: ModelLike | None = None) -> SortedDra
       ValueError, FileNotFoundError: the draft has no sorted exits, or an error of `load`.
     """
     drafter, params = lm.drafter("s2d", beside=False, draft=draft)
-    assert isinstance(drafter, S2D)
+    assert isinstance(drafter, S2DDrafter)
     # With quantised weights it is the fingerprint of the original, as the method reads it.
     loaded = lm.loaded if draft is None else lm.load_draft(draft)
     return SortedDraft(drafter, params, loaded.until(drafter.exits[-1]).fingerprint)
@@ -73,7 +73,7 @@ def s2d_grid(values: Sequence[float], exits: int) -> list[tuple[float, ...]]:
 def tune_s2d(
     lm: LanguageModel,
     prompts: Sequence[Sequence[int]],
-    drafter: S2D,
+    drafter: S2DDrafter,
     draft: Any = None,
     tried: S2DGrid | None = None,
     sweep: Sweep | None = None,
@@ -105,7 +105,7 @@ def tune_s2d(
     if len(drafter.exits) < 2:
         raise ValueError(f"the draft has one exit ({drafter.exits[0]} layers); there is nothing to tune")
 
-    def method(thresholds: tuple[float, ...]) -> tuple[S2D, Any]:
+    def method(thresholds: tuple[float, ...]) -> tuple[S2DDrafter, Any]:
         return dataclasses.replace(drafter, thresholds=jnp.asarray(thresholds, jnp.float32)), draft
 
     candidates = s2d_grid(tried.thresholds or THRESHOLDS, len(drafter.exits))

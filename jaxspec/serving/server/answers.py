@@ -12,12 +12,12 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.messages import shown
 from jaxspec.io.embedded import embedded_names
 from jaxspec.methods import Method, registry
+from jaxspec.requests.results import Score
+from jaxspec.requests.text import TokenText
 from jaxspec.serving.openai import FINISH_REASONS, ApiRequest, BadField, Part, scored
 from jaxspec.serving.server.engine_thread import Job, Pieces
 from jaxspec.serving.server.refusals import Refused
 from jaxspec.serving.translation import Choice, Prompts, used
-from jaxspec.texts.results import Score
-from jaxspec.texts.text import TokenText
 
 
 def method_of(request: ApiRequest, default: Method, allowed: Sequence[Method] | None = None) -> Method:

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.requests.results import Piece, Result, Score
 from jaxspec.serving.server.refusals import Refused
-from jaxspec.texts.results import Piece, Result, Score
 
 _LOG = logging.getLogger(__name__)
 # How long the event loop waits for the thread at the end: it may be compiling.

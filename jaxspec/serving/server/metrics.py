@@ -7,9 +7,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from jaxspec.requests.results import Statistics
 from jaxspec.serving.openai import FINISH_REASONS
 from jaxspec.serving.server.engine_thread import EngineThread, Job, Pieces, Timing
-from jaxspec.texts.results import Statistics
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKENS = tuple(2.0**power for power in range(18))

@@ -12,7 +12,7 @@ from jaxspec.penalties import Penalties
 from jaxspec.sampling import Sampling
 
 if TYPE_CHECKING:
-    from jaxspec.texts.requests import RowRequest
+    from jaxspec.requests.reading import RowRequest
 
 # The number of end tokens, and of tokens with a bias or a ban, for which the programs of ordinary requests have space.
 WIDTH = 8
@@ -43,7 +43,7 @@ class Shapes:
     longest_ngram: int = 0
 
     @classmethod
-    def of(cls, requests: Sequence[RowRequest]) -> Shapes:
+    def from_requests(cls, requests: Sequence[RowRequest]) -> Shapes:
         """Returns the shapes with which each of these requests can share a batch."""
         words = [word for request in requests for word in request.rules.longer_words]
         return cls(

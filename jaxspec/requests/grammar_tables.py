@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.allowed_tokens import Grammars
 from jaxspec.grammar.table import TokenTable
-from jaxspec.grammars import Grammars
 from jaxspec.model.numerics import TPU_LANES
-from jaxspec.model.sharding import put
+from jaxspec.model.sharding import put_on_mesh
 
 if TYPE_CHECKING:
-    from jaxspec.texts.requests import RowRequest
+    from jaxspec.requests.reading import RowRequest
 
 # The masks that are unfolded at once, and the most bytes of the masks of a table.
 _CHUNK, _MOST_BYTES = 64, 2**27
@@ -98,7 +98,7 @@ class Tables:
         self._sizes: tuple[int, ...] = 2**20, 2**12, 8, 2**10, 8
         self._held: tuple[dict[Key, Packed], tuple[Any, ...]] = {}, ()
 
-    def of(self, requests: Sequence[RowRequest]) -> Grammars | None:
+    def pack(self, requests: Sequence[RowRequest]) -> Grammars | None:
         """Returns the grammars of a batch with one row for each of these requests; None if none of them has one."""
         keys = [None if one.grammar is None else (one.grammar, one.eos_ids) for one in requests]
         if not (wanted := dict.fromkeys(key for key in keys if key is not None)):
@@ -112,11 +112,11 @@ class Tables:
                     break
                 held.popitem()
             padded = (_padded(one, size) for one, size in zip(arrays, sizes, strict=True))
-            self._sizes, arrays = sizes, put(tuple(padded), self._place)
+            self._sizes, arrays = sizes, put_on_mesh(tuple(padded), self._place)
             self._held = held, arrays
         places = {key: place for place, key in enumerate(held, start=1)}
         which = np.array([0 if key is None else places[key] for key in keys], np.int32)
-        return Grammars(*arrays, *put((which, np.zeros_like(which)), self._place))
+        return Grammars(*arrays, *put_on_mesh((which, np.zeros_like(which)), self._place))
 
     def _stacked(self, packs: Mapping[Key, Packed]) -> tuple[np.ndarray, ...]:
         """Returns the first five arrays of `Grammars`. In the state of table 0 every token is allowed."""

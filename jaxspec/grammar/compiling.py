@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.grammar.automaton import GrammarError, Nodes, deterministic
 from jaxspec.grammar.calls import Calls, Markers
-from jaxspec.grammar.json_schema import JsonSchema, read
+from jaxspec.grammar.json_schema import JsonSchema, read_schema
 from jaxspec.grammar.regex import Regex
 from jaxspec.grammar.table import TokenTable, token_table
 from jaxspec.io.gguf.ends import END_TEXTS
@@ -122,7 +122,7 @@ def compile_grammar(spec: Grammar, tokenizer: Tokenizer, vocab_size: int) -> Tok
     Raises:
       GrammarError: the grammar is wrong, cannot be expressed, or is too large; one line.
     """
-    return _compiled(spec, _Vocabulary.of(tokenizer), vocab_size)
+    return _compiled(spec, _Vocabulary.of_tokenizer(tokenizer), vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ class _Vocabulary:
 
     @staticmethod
     @functools.lru_cache(maxsize=4)
-    def of(tokenizer: Tokenizer) -> _Vocabulary:
+    def of_tokenizer(tokenizer: Tokenizer) -> _Vocabulary:
         given, added = tokenizer.token_bytes()
         # No text has the bytes that stand for added tokens.
         tokens = [None if token and max(token) >= Markers.FIRST else token for token in given]
@@ -179,7 +179,7 @@ def _automaton(spec: Grammar, known: Mapping[str, int]) -> tuple[np.ndarray, np.
     elif spec.kind == "json_object":
         start = JsonSchema({"type": "object"}, nodes, OBJECT_DEPTH - 1).document(end)
     elif spec.kind == "json_schema":
-        start = JsonSchema(read(str(spec.source)), nodes).document(end)
+        start = JsonSchema(read_schema(str(spec.source)), nodes).document(end)
     elif spec.kind not in ("text", "calls") or spec.calls is None:
         raise GrammarError(f"kind is {spec.kind!r}; expected json_schema, json_object, choices or regex")
     if spec.calls is not None:

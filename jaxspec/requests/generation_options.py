@@ -13,7 +13,7 @@ from jaxspec.host.messages import shown
 if TYPE_CHECKING:
     from jaxspec.grammar import Grammar, TokenTable
     from jaxspec.methods.acceptors import AcceptorName
-    from jaxspec.texts.requests import Integers, Numbers
+    from jaxspec.requests.reading import Integers, Numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

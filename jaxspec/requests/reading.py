@@ -21,9 +21,9 @@ from jaxspec.io.hf.generation_json import NO_RULES, PENALTIES, SAMPLING, Rules
 from jaxspec.io.tokenizers.chat import NO_EFFECT, text_of, unknown_fields
 from jaxspec.io.tokenizers.tokenizer import Tokenizer
 from jaxspec.model.config import LlamaConfig
+from jaxspec.requests.generation_options import GRAMMARS, GenerationOptions
+from jaxspec.requests.grammar_tables import packed
 from jaxspec.sampling import is_greedy
-from jaxspec.texts.generation_options import GRAMMARS, GenerationOptions
-from jaxspec.texts.grammars import packed
 from jaxspec.verification import MOST_TOP
 
 # A message has a `role` and a `content`: a text, or a list of parts such as {"type": "text", "text": "Hi"}. One with
@@ -426,7 +426,7 @@ def read_requests(
     budgets, least, seeds = (per_row(name, getattr(options, name), count, whole) for name in names)
     ends = () if options.ignore_eos else config.eos_token_ids
     stop_ids = tuple(index for index in stops.ids if index not in ends)
-    biases, rules = _biases(options.logit_bias, config.vocab_size), Rules.of(model.defaults)
+    biases, rules = _biases(options.logit_bias, config.vocab_size), Rules.from_values(model.defaults)
     requests: list[RowRequest] = []
     for index, prompt in enumerate(batch):
         which = "prompts" if messages is None else "messages"

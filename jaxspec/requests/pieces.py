@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxspec.decoding import Stats
 from jaxspec.programs.executables import VariantCounts
-from jaxspec.texts.grammars import is_complete
-from jaxspec.texts.requests import RowRequest
-from jaxspec.texts.results import FinishReason, Piece, Result, Statistics, played_rounds
-from jaxspec.texts.text import RowText, Token
+from jaxspec.requests.grammar_tables import is_complete
+from jaxspec.requests.reading import RowRequest
+from jaxspec.requests.results import FinishReason, Piece, Result, Statistics, played_rounds
+from jaxspec.requests.text import RowText, Token
 
 
 class Moment(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.grammar.table import TokenTable
 from tests import refused, tiny
-from tests.grammars import allowed, table
+from tests.random_grammars import allowed, table
 
 PROMPTS = ([1, 2, 3], [5], [7, 1, 7, 1, 7, 1, 7, 2], [4, 4])
 OPTIONS = {"max_new_tokens": 12, "method": "ngram"}

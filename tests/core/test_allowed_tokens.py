@@ -10,21 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.allowed_tokens import Grammars
 from jaxspec.grammar.certain import certain_tokens
 from jaxspec.grammar.table import TokenTable
-from jaxspec.grammars import Grammars
 from jaxspec.model.config import LlamaConfig
 from jaxspec.model.tree import Shape
 from jaxspec.penalties import Penalties
 from jaxspec.protocol import Proposal
+from jaxspec.requests.grammar_tables import Tables, packed
+from jaxspec.requests.reading import RowRequest
 from jaxspec.sampling import Sampling
 from jaxspec.testing import distributions, reference
 from jaxspec.testing.contracts import FOUR
-from jaxspec.texts.grammars import Tables, packed
-from jaxspec.texts.requests import RowRequest
 from jaxspec.verification import trimmed
 from tests import refused, tiny
-from tests.grammars import EOS, allowed, greedy_text, masked, table
+from tests.random_grammars import EOS, allowed, greedy_text, masked, table
 
 PROMPTS = ((1, 2, 3), (5,), (7, 7, 2, 7))
 
@@ -34,7 +34,7 @@ def request(one: TokenTable | None, eos: Sequence[int] = EOS) -> RowRequest:
 
 
 def grammar(tables: Sequence[TokenTable | None], eos: Sequence[int] = EOS, vocab_size: int = 13) -> Grammars:
-    found = Tables(None, vocab_size).of([request(one, eos) for one in tables])
+    found = Tables(None, vocab_size).pack([request(one, eos) for one in tables])
     assert found is not None
     return found
 

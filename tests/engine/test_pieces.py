@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.texts.row import recount
-from jaxspec.texts.text import Token
+from jaxspec.requests.pieces import recount
+from jaxspec.requests.text import Token
 
 rounds = st.lists(
     st.integers(0, 5).flatmap(lambda verified: st.tuples(st.just(verified), st.integers(0, verified))),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxspec.programs.executables import VariantCounts
-from jaxspec.texts.text import RowText, Token
+from jaxspec.requests.text import RowText, Token
 
 # Readable on a light and on a dark page.
 _DRAFTED = "rgba(46, 160, 67, 0.35)"

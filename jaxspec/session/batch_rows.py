@@ -12,7 +12,7 @@ from jaxspec.model.quantisation import is_quantised
 from jaxspec.programs import buckets, memory
 from jaxspec.programs.compiled import Loop
 from jaxspec.protocol import Drafter, Weights
-from jaxspec.texts.requests import RowRequest
+from jaxspec.requests.reading import RowRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Widths:
     drafter: Drafter
     most: int
 
-    def of(self, count: int) -> int:
+    def width_for(self, count: int) -> int:
         """Returns the number of rows for `count` requests that run together."""
         smallest = 1 if self.loop.mesh is None else self.loop.mesh.shape.get("data", 1)
         return buckets.rows_for(count, self.most, smallest)
@@ -116,7 +116,7 @@ class Widths:
         Their capacity is `first` for the prompts, and `capacity` for whole texts.
         """
         if self.loop.mesh is None:
-            rows = self.of(min(self.most, count))
+            rows = self.width_for(min(self.most, count))
             # Refilled rows have a cache of their own until their prompts have been processed.
             rows += min(rows, count - rows)
             target, row_bytes = self.params.target, self.loop.row_bytes(self.params, self.drafter, capacity)

@@ -46,7 +46,7 @@ class Grammars:
     which: jax.Array
     state: jax.Array
 
-    def of(self, live: jax.Array, state: jax.Array) -> Grammars:
+    def for_live(self, live: jax.Array, state: jax.Array) -> Grammars:
         """Returns the grammars in these states, int32[B]; rows that are not live, bool[B], have none."""
         return dataclasses.replace(
             self, which=jnp.where(live, self.which, 0), state=jnp.where(live, state, 0)
@@ -74,7 +74,7 @@ class Grammars:
                 after.append(self.step(after[-1], tokens[:, place]))
             return jnp.stack(after, axis=1)
         states = jnp.pad(self.state[:, None], ((0, 0), (0, tokens.shape[1])), constant_values=-1)
-        parent = jnp.broadcast_to(Tree.of(parents, depth).parent, states.shape)[:, 1:]
+        parent = jnp.broadcast_to(Tree.from_parents(parents, depth).parent, states.shape)[:, 1:]
         for _ in range(depth):  # each iteration reaches one more level
             states = states.at[:, 1:].set(self.step(along(states, parent), tokens))
         return states

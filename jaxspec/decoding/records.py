@@ -46,14 +46,14 @@ class Parts:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", kinds_of((self.drafter, self.acceptor, self.distribution)))
 
-    def of(self, live: jax.Array, state: jax.Array) -> Parts:
+    def for_live(self, live: jax.Array, state: jax.Array) -> Parts:
         """Returns the parts for a round with the grammars in these states, int32[B].
 
         Rows that are not live, bool[B], are greedy, without grammar, and report nothing.
         """
         log_probs = None if self.log_probs is None else self.log_probs * live
-        penalties = None if self.penalties is None else self.penalties.of(live, state)
-        distribution = self.distribution.of(live)
+        penalties = None if self.penalties is None else self.penalties.for_live(live, state)
+        distribution = self.distribution.for_live(live)
         return dataclasses.replace(self, distribution=distribution, penalties=penalties, log_probs=log_probs)
 
     @property
@@ -221,12 +221,12 @@ def insert(state: Rows, row: jax.Array, others: Rows, which: jax.Array | int = 0
     return replaced
 
 
-def take(caches: Caches, row: jax.Array, slots: int) -> Caches:
+def take_row(caches: Caches, row: jax.Array, slots: int) -> Caches:
     """Returns the caches of row `row`, an int32 scalar, with its first `slots` slots, static."""
 
     def cut(node: Any) -> Any:
         if isinstance(node, KVCache):
-            return kv.take(node, row, slots)
+            return kv.take_row(node, row, slots)
         return jax.lax.dynamic_slice_in_dim(node, row, 1)
 
     taken: Caches = jax.tree.map(cut, caches, is_leaf=lambda node: isinstance(node, KVCache))
