@@ -361,7 +361,7 @@ def test_refusals():
             made.generate([1, 2], exact=True)
     drafter, _ = tiny.drafter_of("layerskip", config=lm.config)
     with refused(
-        r"LayerSkip runs the model with a config that is not exact; make it with lm\.loaded\.exact\.config"
+        r"LayerSkipDrafter runs the model with a config that is not exact; make it with lm\.loaded\.exact\.config"
     ):
         lm.generate("ab", exact=True, method=drafter)
     with refused("exact is 'no'"):
