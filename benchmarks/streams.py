@@ -7,7 +7,6 @@ a second of all streams, the time to the first token, and the time between piece
 from __future__ import annotations
 
 import argparse
-import collections
 import http.client
 import itertools
 import json
@@ -28,7 +27,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     given = parser.parse_args()
-    waiting = collections.deque(json.loads(line) for line in given.prompts.read_text().splitlines())
+    waiting = iter([json.loads(line) for line in given.prompts.read_text("utf-8").splitlines()])
     firsts: list[float] = []
     gaps: list[float] = []
     counts: list[int] = []
@@ -37,8 +36,8 @@ def main() -> None:
     def stream() -> None:
         connection = http.client.HTTPConnection(urllib.parse.urlsplit(given.url).netloc, timeout=600)
         try:
-            while waiting:
-                body = {"model": given.model, "messages": waiting.popleft()["messages"], "temperature": 0}
+            for row in waiting:
+                body = {"model": given.model, "messages": row["messages"], "temperature": 0}
                 began = time.perf_counter()
                 times, count = timed(connection, body | {"max_tokens": given.max_tokens})
                 firsts.append(times[0] - began)
@@ -84,11 +83,13 @@ def timed(connection: http.client.HTTPConnection, body: dict[str, Any]) -> tuple
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[len(b"data: ") :])
+        if "choices" not in event:
+            raise ValueError(f"the server sent {event}")
         if any(choice["delta"].get("content") for choice in event["choices"]):
             times.append(time.perf_counter())
         count = (event.get("usage") or {}).get("completion_tokens", count)
-    if not times:
-        raise ValueError(f"the server sent no text for {json.dumps(body['messages'])[:80]}")
+    if not times or not count:
+        raise ValueError(f"the server sent no text, or no usage, for {json.dumps(body['messages'])[:80]}")
     return times, count
 
 

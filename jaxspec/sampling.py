@@ -36,7 +36,7 @@ class Distribution(Protocol):
     `draw`: per-row keys [B] and logits [B, V] → tokens int32[B], and the log-probabilities [B, V] they were
     drawn from, or None if the token is deterministic given the logits (a point mass).
     `drawing`: whether some row is sampled; a Python bool if that is static.
-    `of`: the distribution with greedy rows where `live`, bool[B], is False.
+    `for_live`: the distribution with greedy rows where `live`, bool[B], is False.
 
     Examples:
       >>> distribution: Distribution = Greedy()

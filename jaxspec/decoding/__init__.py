@@ -7,7 +7,7 @@ that no write passes the end of a cache.
 
 All functions are pure and independent of the method; `engine` compiles them and decides when to call which.
 
-`rows` has the records and the writes to single rows, `prefilling` the pass over the prompts, `rounds` the loop, and
+`records` has the records and the writes to single rows, `prefilling` the pass over the prompts, `rounds` the loop, and
 `scoring` the log-probabilities of given texts.
 """
 

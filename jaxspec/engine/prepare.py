@@ -227,7 +227,7 @@ def drafter_of(
         drafter, params = method if isinstance(method, tuple) and len(method) == 2 else (method, None)
         if target.config.exact and getattr(drafter, "config", None) == lm.config:
             raise ValueError(
-                f"the drafter {type(drafter).__name__} runs the model with a config that is not exact; make it "
+                f"{type(drafter).__name__} runs the model with a config that is not exact; make it "
                 "with lm.loaded.exact.config, or give a method by name"
             )
     if not isinstance(drafter, Drafter):
@@ -238,7 +238,7 @@ def drafter_of(
     needed = drafter.num_nodes + 1
     if drafter.verify_widths[-1] != needed or drafter.reach < needed:
         raise ValueError(
-            f"the drafter {type(drafter).__name__} proposes up to {needed - 1} tokens and has "
+            f"{type(drafter).__name__} proposes up to {needed - 1} tokens and has "
             f"verify_widths={drafter.verify_widths} and reach={drafter.reach}; let verify_widths end with "
             f"{needed}, and reach be at least {needed}"
         )

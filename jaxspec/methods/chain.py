@@ -211,15 +211,15 @@ class ModelMethod(ChainMethod):
                 "reads and the latest ones, such as 4,2048"
             )
 
-    def read_by_draft(self, config: LlamaConfig) -> LlamaConfig:
-        """Returns the configuration of a draft with `draft_window`.
+    def read_by_draft(self, config: LlamaConfig, layers: int | None = None) -> LlamaConfig:
+        """Returns the configuration of a draft of the first `layers` layers, or of all, with `draft_window`.
 
         Raises:
           ValueError: all layers have a window of their own; one line.
         """
         if not self.draft_window:
             return config
-        if config.sliding_windows and all(config.sliding_windows):
+        if config.sliding_windows and all(config.sliding_windows[:layers]):
             raise ValueError(
                 f"draft_window is for layers that read a whole text, but each layer of the draft has a window of "
                 f"{config.window(0)} tokens; leave it out"

@@ -61,7 +61,7 @@ class LayerSkip(ModelMethod):
                 f"exit_layer is {exit_layer}; the model has {depth} layers, give 1 to {depth - 1}"
             )
         rule, length = self.stopping(lambda: self._probe(exit_layer, target, resources))
-        config = self.read_by_draft(target.config)
+        config = self.read_by_draft(target.config, exit_layer)
         return LayerSkipDrafter(config, exit_layer, rule, length), self.params(target, resources)
 
     @property

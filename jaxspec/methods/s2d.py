@@ -62,7 +62,7 @@ class S2D(ModelMethod):
         carried = draft.trained_for.thresholds
         draft = draft.until(exits[-1])
         thresholds = self._thresholds(exits, carried, target, draft, resources)
-        config = self.read_by_draft(target.config if sorted_target else draft.config)
+        config = self.read_by_draft(target.config if sorted_target else draft.config, exits[-1])
         rule, length = self.stopping()
         if sorted_target:
             drafter = S2DDrafter(config, exits, thresholds, rule, length, sorted_target=True)

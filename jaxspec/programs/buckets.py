@@ -11,7 +11,7 @@ _TILE = 128
 # Positions per prefill call, which bound its memory. On a CPU smaller chunks pad less, and take longer for each token.
 MAX_CHUNK, MAX_CHUNK_CPU, MIN_CHUNK = 256, 64, 16
 # Prompt chunks fed per host poll while other rows are decoding.
-POLL_CHUNKS = 2
+POLL_CHUNKS = 4
 
 
 def bucket(size: int, smallest: int = MIN_CAPACITY) -> int:

@@ -69,7 +69,7 @@ def check_drafter(
     Examples:
       >>> from jaxspec.drafting.ngram_drafter import NGramDrafter
       >>> check_drafter(NGramDrafter(num_draft_tokens=3), acceptors=["greedy"])
-      'NGram passed 8 checks with the acceptors greedy'
+      'NGramDrafter passed 8 checks with the acceptors greedy'
     """
     small = dataclasses.replace(FOUR, num_layers=config.num_layers)
     names, passed, drafter = tuple(acceptors), 0, ""

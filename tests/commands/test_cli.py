@@ -192,6 +192,8 @@ def test_words_are_options_of_generate(words, options):
     command = parse_as(Generate, ["a", *shlex.split(words)], "jaxspec generate", kinds=registry)
     found = command.generation()
     assert {name: found[name] for name in options} == options
+    if "--stop-rule" in words:
+        assert command.drafting.stop_rule == ("product",)
 
 
 class Terminal(io.StringIO):

@@ -265,6 +265,8 @@ def test_only_the_table_of_commands_names_a_module_of_a_wing():
         ("jaxspec.requests.text", "import jaxspec"),
         ("jaxspec.session.session", "from jaxspec.measuring.bench import timing"),
         ("training.soft", "from benchmarks import results"),
+        ("benchmarks.peers", "import torch"),
+        ("jaxspec.methods", "from jaxspec.heads.eagle.method import Eagle"),
     ],
 )
 def test_a_wrong_import_is_noticed(name, line):

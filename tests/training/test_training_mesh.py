@@ -36,7 +36,7 @@ from training import soft
 from training.heads import train as heads
 from training.loop import state_sharding
 
-made = state_sharding.made
+made = state_sharding.make_sharded
 def checked(*given, **how):
     found = made(*given, **how)
     if hasattr(found, "opt_state"):
@@ -44,7 +44,7 @@ def checked(*given, **how):
         own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(found))
         print(own / whole)
     return found
-state_sharding.made = checked
+state_sharding.make_sharded = checked
 first, second = json.loads(sys.argv[1])
 assert soft.main(first) == 0
 assert heads.main(second) == 0

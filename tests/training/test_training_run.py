@@ -651,12 +651,12 @@ def check(state, when):
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert own < 0.27 * whole, (when, own, whole)
     print("a quarter each", when)
-original = state_sharding.made
+original = state_sharding.make_sharded
 def checked(*given, **how):
     state = original(*given, **how)
     check(state, "at first")
     return state
-state_sharding.made = checked
+state_sharding.make_sharded = checked
 make_step = step.make_step
 def made(*arguments):
     step_fn = make_step(*arguments)
@@ -722,9 +722,10 @@ def test_wrong_use_is_one_line(folder, tmp_path, command, words, said, capsys):
         layers = ["--layers", "2"] if command is soft else []
         given = arguments(folder, "wrong", "--run", str(tmp_path / "run"), *layers, *given)
     assert command.main(given) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"{command.__name__}: error: ")
-    assert last.count(said) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith(f"{command.__name__}: error: ")] == lines[-1:]
+    assert not any("Traceback" in line for line in lines)
+    assert lines[-1].count(said) == 1
 
 
 @pytest.mark.parametrize("command", [sft, soft, layerskip, heads, own_text, probe, plots])

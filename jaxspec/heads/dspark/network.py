@@ -60,7 +60,7 @@ def bias(params: Params, row: jax.Array) -> jax.Array:
 
 
 def confidence(head: DSparkConfig, params: Params, hidden: jax.Array, row: jax.Array) -> jax.Array:
-    """Returns the logit of the predicted acceptance, float32[...], of tokens with hidden states [..., D] of `run`."""
+    """Returns the logit of the predicted acceptance, float32[...], of hidden states [..., D] of `run_head`."""
     read = rms_norm(hidden, params["norm"], head.block.rms_norm_eps)
     if head.confidence == "both":
         read = jnp.concatenate([read, row.astype(read.dtype)], axis=-1)
