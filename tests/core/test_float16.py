@@ -90,7 +90,7 @@ def test_a_key_above_the_range_of_float16_is_seen_by_who_sees_its_slot():
     assert jnp.isfinite(values).all()
 
 
-@pytest.mark.representatives("draft-model-product-rejection", "eagle-tree-rejection")
+@pytest.mark.representatives("draft-model-probe-rejection", "eagle-tree-rejection")
 @pytest.mark.parametrize("combination", tiny.families(), ids=str)
 def test_every_loop_carries_a_float32_stream_beside_float16_weights(combination):
     """Traces the prefill and the rounds."""

@@ -51,7 +51,7 @@ def plain_texts(combination: tiny.Combination) -> list[list[int]]:
     return [tiny.greedy(prompt, BUDGET, config=config) for prompt in PROMPTS]
 
 
-@pytest.mark.representatives("draft-model-product-rejection", "eagle-tree-rejection")
+@pytest.mark.representatives("draft-model-probe-rejection", "eagle-tree-rejection")
 @each
 def test_a_text_ends_where_its_logits_are_not_finite(combination):
     """All that comes before stands; the other rows go on."""
