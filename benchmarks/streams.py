@@ -34,9 +34,10 @@ def main() -> None:
     problems: list[Exception] = []
 
     def stream() -> None:
-        connection = http.client.HTTPConnection(urllib.parse.urlsplit(given.url).netloc, timeout=600)
         try:
             for row in waiting:
+                # Some servers close it after each text.
+                connection = http.client.HTTPConnection(urllib.parse.urlsplit(given.url).netloc, timeout=600)
                 body = {"model": given.model, "messages": row["messages"], "temperature": 0}
                 began = time.perf_counter()
                 times, count = timed(connection, body | {"max_tokens": given.max_tokens})
