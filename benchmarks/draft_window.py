@@ -1,8 +1,9 @@
-"""What does a draft window save, and what does it cost? `python -m benchmarks.draft_window`, about four minutes.
+"""Measures a draft window: `python -m benchmarks.draft_window`.
 
-For each number of tokens in the cache it prints the time of a step of all layers with and without the window, timed in
-turns, and the tokens a round of drafts with and without it after as much of the documentation. The draft runs all
-layers, so that without a window every draft token is accepted. With `--shape` it only times steps of random weights.
+It prints a row for each number of tokens in the cache, at its end. The row has the time of a step of all layers without
+and with the window, timed in turns. It also has the tokens a round without and with the window, after as many tokens of
+the documentation. The draft runs all layers, so every draft token is accepted without a window. With `--shape` it only
+times steps of random weights.
 """
 
 from __future__ import annotations

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import re
 import typing
 
 import pytest
 
-import jaxspec
 from jaxspec.engine.keywords import Keywords, MethodName
 from jaxspec.methods import registry
-from jaxspec.requests.generation_options import NAMES, GenerationOptions
+from jaxspec.requests.generation_options import GenerationOptions
 from tests import ROOT, python
 
 # Each line is a call and what mypy should say of it.
@@ -75,13 +73,3 @@ def test_a_type_checker_knows_what_a_call_returns(tmp_path):
             assert said == [expected], call
         else:
             assert any(expected in line for line in said), (call, said)
-
-
-def test_signature_and_help_show_each_option_once():
-    for function in (jaxspec.LanguageModel.generate, jaxspec.LanguageModel.stream):
-        parameters = inspect.signature(function).parameters
-        for name in NAMES:
-            assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-            assert (
-                len(re.findall(rf"^ +(?:\w+, )*{name}(?:, \w+)*: ", function.__doc__, re.MULTILINE)) == 1
-            ), name

@@ -24,7 +24,7 @@ def every_bytes(of: Tokenizer) -> set[bytes]:
 @pytest.mark.parametrize("target", NAMES)
 @pytest.mark.parametrize("draft", NAMES)
 def test_shared_tokens_are_those_with_the_same_bytes(target, draft):
-    """Of byte-level tokenizers and those of SentencePiece: spaces, parts of characters, `<0x0A>`, special tokens."""
+    """Tokens of a byte-level tokenizer and of SentencePiece with the same bytes are shared, and special tokens."""
     ours, theirs = tokenizer(target), tokenizer(draft)
     pairs = pairs_of(ours, theirs)
     assert list(pairs) == sorted(pairs)
@@ -74,9 +74,17 @@ def test_special_tokens_are_shared_by_role_or_text(tmp_path):
     found = intersection(target, draft, target.vocab_size + 2, draft.vocab_size)
     expected = {"b": "b", "<s>": "<begin>", "</s>": "<end>", "<user>": "<user>"}
     assert dict(found.shared.tolist()) == {ours[text]: theirs[same] for text, same in expected.items()}
-    # What the draft has in no form, and padding, is fed as an end.
+    # The draft reads its end token in the place of padding and of tokens that it lacks.
     rest = [ours["a"], ours["<other>"], *range(target.vocab_size, target.vocab_size + 2)]
     assert found.fed[rest].tolist() == [theirs["<end>"]] * 4
+
+
+def test_an_equal_text_is_shared_before_a_role(tmp_path):
+    """A chat draft ends its texts with another of the target's tokens."""
+    both = dict.fromkeys(("<end>", "<turn>"), True)
+    target = letters(tmp_path / "target", "a", both, eos_token="<end>")
+    draft = letters(tmp_path / "draft", "a", both, eos_token="<turn>")
+    assert pairs_of(target, draft) == {0: 0, 1: 1, 2: 2}
 
 
 def test_a_token_with_two_roles_is_shared_once(tmp_path):

@@ -164,7 +164,7 @@ def train(options: Options, typed: str, console: Console) -> int:
       console: where progress is shown.
 
     Returns:
-      the exit status, as of `training.job.main`.
+      0, also when --minutes are over; 128 plus the signal's number if a signal ended training.
 
     Raises:
       FileNotFoundError, ValueError: something given does not fit; the message says what to do.

@@ -406,16 +406,17 @@ class Tokenizer:
     def meanings(self) -> Iterator[tuple[bytes | str, int]]:
         """Yields the meanings of tokens and their ids, to compare them with those of another tokenizer.
 
-        A token means its bytes inside a text, and a special one its role, such as eos_token, and its text. Of several
-        tokens with the same bytes, the one that texts have comes first.
+        A token means its bytes inside a text, and a special one its text and its role, such as eos_token. A role comes
+        after all texts: it compares special tokens without an equal one. Of several tokens with the same bytes, the one
+        that texts have comes first.
         """
+        given, added = self.token_bytes()
+        for text, index in added.items():
+            yield text if index in self._skipped else text.encode(), index
         for role in _ROLES:
             text = self.special_tokens.get(role)
             if isinstance(text, str) and (index := self.special_id(text)) is not None:
                 yield role, index
-        given, added = self.token_bytes()
-        for text, index in added.items():
-            yield text if index in self._skipped else text.encode(), index
         # SentencePiece has a token for each byte, which a text has only where no other token fits.
         for index in sorted(range(len(given)), key=self._byte_of.__contains__):
             if (own := given[index]) is not None:
