@@ -414,13 +414,13 @@ class Tokenizer:
         for text, index in added.items():
             yield text if index in self._skipped else text.encode(), index
         for role in _ROLES:
-            text = self.special_tokens.get(role)
-            if isinstance(text, str) and (index := self.special_id(text)) is not None:
-                yield role, index
+            own = self.special_tokens.get(role)
+            if isinstance(own, str) and (number := self.special_id(own)) is not None:
+                yield role, number
         # SentencePiece has a token for each byte, which a text has only where no other token fits.
         for index in sorted(range(len(given)), key=self._byte_of.__contains__):
-            if (own := given[index]) is not None:
-                yield own, index
+            if (part := given[index]) is not None:
+                yield part, index
 
     def _read_part(self, index: int) -> bytes | None:
         if index in self._byte_of:
