@@ -3,7 +3,8 @@
 It prints a row for each number of tokens in the cache, at its end. The row has the time of a step of all layers without
 and with the window, timed in turns. It also has the tokens a round without and with the window, after as many tokens of
 the documentation. The draft runs all layers, so every draft token is accepted without a window. With `--shape` it only
-times steps of random weights.
+times steps of random weights. With `--device-model` too, it predicts from published figures the speed-up of drafts of
+half the layers, and the acceptance with the window that gives the same: the break-even.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from pathlib import Path
 
 import jaxspec
 from jaxspec import LanguageModel
-from jaxspec.measuring.bench.device_profile import language_model
+from jaxspec.costs.rounds import DraftCost, predicted_speedup
+from jaxspec.measuring.accelerators import ACCELERATORS
+from jaxspec.measuring.bench.device_profile import SHAPES, language_model
 from jaxspec.measuring.bench.steps import SubmodelSteps
 from jaxspec.measuring.bench.timing import interleaved
+from jaxspec.measuring.roofline import roofline
 from jaxspec.model.plan import LayerPlan
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +72,29 @@ def tokens_a_round(
     return found
 
 
+def break_evens(
+    device: str, shape: str, window: tuple[int, int], contexts: Sequence[int], acceptance: float
+) -> list[tuple[float, float, float]]:
+    """Returns, for each number of cached tokens, the predicted speed-up without and with the window at an acceptance
+    rate, and the rate with the window that has the speed-up without it."""
+    costs = roofline(ACCELERATORS[device], SHAPES[shape], shape)
+    whole = DraftCost(layers=costs.num_layers / 2)
+    few = dataclasses.replace(whole, window=sum(window))
+
+    def speedup(draft: DraftCost, rate: float, context: int) -> float:
+        plain = DraftCost().round_ms(costs, 0, context)
+        return predicted_speedup(rate, plain, lambda length: draft.round_ms(costs, length, context)).speedup
+
+    found = []
+    for context in contexts:
+        without, low, high = speedup(whole, acceptance, context), 0.0, 1.0
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (middle, high) if speedup(few, middle, context) < without else (low, middle)
+        found.append((without, speedup(few, acceptance, context), high))
+    return found
+
+
 def main() -> None:
     """Reads the arguments, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -80,9 +107,17 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=48, help="tokens that are generated after each context")
     parser.add_argument("--num-draft-tokens", type=int, default=5)
+    parser.add_argument("--device-model", choices=sorted(ACCELERATORS), help="predict, with --shape")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="of a draft token, with --device-model")
     given = parser.parse_args()
     contexts = [int(one) for one in given.contexts.split(",")]
     sinks, last = (int(one) for one in given.window.split(","))
+    if given.device_model:
+        print("tokens in the cache | speed-up, predicted | with the window | break-even acceptance")
+        found = break_evens(given.device_model, given.shape, (sinks, last), contexts, given.acceptance)
+        for context, row in zip(contexts, found, strict=True):
+            print(context, *(f"{number:.2f}" for number in row), sep=" | ")
+        return
     if given.shape:
         lm = language_model(None, given.shape, "float32", None, None, given.weights, "auto")
     else:

@@ -39,6 +39,7 @@ class StepCosts:
       loop_ms: time of a round that is not spent in its steps.
       lookup_ms: time of one search of a lookup drafter.
       absorb_ms: time per token of a prefill through all layers.
+      row_reads: the share of `live_token_ms` that each further row of a text adds; 0 if a step reads the cache once.
     """
 
     device: str
@@ -53,6 +54,7 @@ class StepCosts:
     loop_ms: float = 0.0
     lookup_ms: float = 0.0
     absorb_ms: float = 0.0
+    row_reads: float = 0.0
 
     def step_ms(
         self,
@@ -77,6 +79,7 @@ class StepCosts:
         layer = full * self._layer_share
         rest = full - self.num_layers * layer
         further = 0.0 if live is None else (live - self.live) * self.live_token_ms
+        further *= 1 + (rows - 1) * self.row_reads
         return ran * layer + heads * rest + batch * further * ran / self.num_layers
 
     @property
@@ -99,7 +102,7 @@ class StepCosts:
 # SmolLM2-135M on two cores are rather lower: prices that are too low lose the bound of `auto`, and prices that are too
 # high lose little speed. Products of float32 have kernels for 1, 4, 8 and 16 rows.
 CPU_STEPS = {
-    False: ((2, 1.4), (8, 1.7), (9, 2.2), (33, 4.5)),
+    False: ((2, 1.4), (8, 1.7), (9, 2.2), (33, 4.5), (64, 4.8), (256, 15.0)),
     True: ((2, 1.04), (8, 1.95), (33, 5.2)),
 }
 
@@ -123,28 +126,33 @@ def guessed(
     rest: float = 0.1,
     lookup: float = 0.02,
     steps: Sequence[tuple[int, float]] = (),
+    live_token: float = 0.0,
+    row_reads: float = 0.0,
 ) -> StepCosts:
     """Returns assumed costs for a device without measurements, in units of a step of one row.
 
     Args:
       num_layers: the model's number of layers.
       row: the cost of each additional row, relative to a step of one row, see `guessed_row`; 0 if rows are free.
-      steps: the times of steps of one text by rows, above 1 and rising, such as `CPU_STEPS`; () if `row` gives them.
+      steps: the times of steps by the rows of all texts, above 1 and rising, such as `CPU_STEPS`; () if `row` gives
+        them.
+      live_token: the cost of each cached token of a text.
+      row_reads: as in `StepCosts`.
       rest: the share of a step that is not spent in its layers: embedding, final norm and head.
       lookup: the cost of one search of a lookup drafter.
     """
-    alone = [(rows, 1, time) for rows, time in steps or [(33, 1.0 + 32 * row)]]
-    full = ((1, 1, 1.0), *alone, (1, 8, 1.0 + 7 * row), (33, 8, 1.0 + 263 * row))
+    rows, times = zip((1, 1.0), *(steps or [(33, 1.0 + 32 * row)]), strict=True)
     return StepCosts(
         *("unknown", "unknown", "unknown"),
         num_layers=num_layers,
         live=0,
-        full_ms=full,
+        full_ms=tuple((one, batch, on_line(one * batch, rows, times)) for batch in (1, 8) for one in rows),
         cut_layers=0,
         cut_ms=rest,
-        live_token_ms=0.0,
+        live_token_ms=live_token,
         lookup_ms=lookup,
         absorb_ms=(1.0 + 32 * row) / 33,
+        row_reads=row_reads,
     )
 
 
@@ -166,6 +174,8 @@ class DraftCost:
         tree.
       widths: the numbers of rows for which a verification is compiled, rising. A round runs the smallest that fits.
         () if every number is compiled.
+      window: the cached tokens of a text that a draft token reads, if they are fewer than all; 0 for all. A shorter
+        text has the same price.
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0)
@@ -182,12 +192,13 @@ class DraftCost:
     absorb_layers: float = 0.0
     adapts: bool = False
     widths: tuple[int, ...] = ()
+    window: int = 0
 
     def draft_ms(self, costs: StepCosts, length: float, live: int | None = None, batch: int = 1) -> float:
         """Returns the time in milliseconds of the passes that draft `length` tokens per text, without a search."""
         if not self.layers or not length:
             return 0.0
-        one = costs.step_ms(self.rows, self.layers, live, batch, self.heads)
+        one = costs.step_ms(self.rows, self.layers, self.window or live, batch, self.heads)
         return one if self.once else length * one
 
     def round_ms(self, costs: StepCosts, length: float, live: int | None = None, batch: int = 1) -> float:

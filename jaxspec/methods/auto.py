@@ -13,7 +13,7 @@ from jaxspec.methods.base import Candidate, DraftingMethod, Method, option
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
-    from jaxspec.costs.rounds import DraftCost
+    from jaxspec.costs.rounds import DraftCost, StepCosts
     from jaxspec.protocol import Drafter
 
 # The longest draft: longer ones are rarely accepted whole, and a CPU verifies 8 rows as fast as 5.
@@ -26,6 +26,9 @@ _LOOKUP, _UNKNOWN = (0.25, 0.5), (0.5,)
 # The least speed-up over plain decoding that the record of an offered head must promise. A head costs more than its
 # drafts: time in prompts and in rounds without it, and drafts until a text has shown that they do not pay.
 _WORTH = 1.25
+# The window with which an offered self-draft is also tried, if a round after the longest text then takes less than this
+# share of its time.
+_WINDOW, _PAYS = (4, 2048), 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,6 @@ class Auto(DraftingMethod):
         import jax.numpy as jnp
 
         from jaxspec.costs.prices import measured_prices
-        from jaxspec.costs.rounds import CPU_STEPS, guessed, guessed_row
         from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
         from jaxspec.drafting.choosing_drafter import ChoosingDrafter, widths_of
 
@@ -118,11 +120,7 @@ class Auto(DraftingMethod):
         widths, longest = widths_of(drafters), max(one.num_draft_tokens for one in drafters)
         accept = [_LOOKUP if one.cost.copies else one.expected or _UNKNOWN for one in candidates]
         trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
-        steps = CPU_STEPS[target.rounds_activations] if resources.platform == "cpu" else ()
-        costs = resources.costs or guessed(
-            target.config.num_layers, guessed_row(resources.platform), steps=steps
-        )
-        given = costs, _works(candidates), trees, widths, longest, accept
+        given = _costs(target, resources), _works(candidates), trees, widths, longest, accept
         prices = measured_prices(*given, one_width=resources.platform != "cpu")
         drafter = ChoosingDrafter(target.config, drafters, prices, jnp.float32(ChoosingDrafter.memory))
         return drafter, tuple(one.params for one in candidates)
@@ -150,6 +148,8 @@ class Auto(DraftingMethod):
                 if alone.rule.speedups(0).max() < _WORTH:
                     continue
             made.append(candidate)
+            if not self.methods():
+                made += self._with_window(candidate, method, target, resources)
         # Reports distinguish candidates by name.
         before: Counter[str] = Counter()
         for at, one in enumerate(made):
@@ -177,7 +177,48 @@ class Auto(DraftingMethod):
         if drafter.drafts_trees:
             detail = f"{drafter.num_nodes}x{needed}"
         name = method.name if detail is None else f"{method.name} {detail}"
+        if window := method.given.get("draft_window", ()):
+            name, cost = (
+                f"{name} window {window[0]},{window[1]}",
+                dataclasses.replace(cost, window=sum(window)),
+            )
         return Candidate(name, drafter, params, cost, method.expectation(target, resources))
+
+    def _with_window(
+        self, whole: Candidate, method: Method, target: LoadedModel, resources: Resources
+    ) -> list[Candidate]:
+        """Returns a self-draft that reads a part of a long text, if it saves a good part of a round at the longest."""
+        if "draft_window" not in method.options():
+            return []
+        try:
+            few = self._candidate(dataclasses.replace(method, draft_window=_WINDOW), target, resources)  # type: ignore[call-arg]
+        except ValueError:  # each layer has a window of its own
+            return []
+        costs = _costs(target, resources)
+        longest, length = target.config.context_length, whole.drafter.num_draft_tokens
+        less, all_read = (one.cost.round_ms(costs, length, longest) for one in (few, whole))
+        return [few] if less < _PAYS * all_read else []
+
+
+def _costs(target: LoadedModel, resources: Resources) -> StepCosts:
+    """Returns the measured costs of steps; without them assumed ones, with the cache's share from its bytes."""
+    from jaxspec.costs.rounds import CPU_STEPS, guessed, guessed_row
+    from jaxspec.model import cache, llama
+
+    if resources.costs is not None:
+        return resources.costs
+    config, platform = target.config, resources.platform
+    steps = CPU_STEPS[target.rounds_activations] if platform == "cpu" else ()
+    of_token = cache.size_bytes(config, 1, 1, llama.stream_of(target.params))
+    share = of_token / llama.floor_bytes(config, target.params)
+    # A CPU computes the attention of a row for about as long as it reads the cache.
+    return guessed(
+        config.num_layers,
+        guessed_row(platform),
+        steps=steps,
+        live_token=share,
+        row_reads=float(platform == "cpu"),
+    )
 
 
 def _works(candidates: Sequence[Candidate]) -> list[DraftCost]:

@@ -290,6 +290,24 @@ def test_a_plan_beside_the_model_is_a_candidate(tmp_path):
     np.testing.assert_allclose(found["draft-verify"].layers, 1.0)
 
 
+def test_a_plan_drafts_with_a_window_after_a_long_text(tmp_path):
+    """Both are candidates where the cache of the longest text is a good part of what a draft reads."""
+    from jaxspec.io.methods.method_files import PLAN_NAME, write_plan
+    from jaxspec.model.plan import LayerPlan
+
+    config = dataclasses.replace(tiny.TARGET, max_position_embeddings=2**20)
+    lm = LanguageModel(config, tiny.params(config))
+    lm.directory = tmp_path
+    write_plan(tmp_path / PLAN_NAME, lm.fingerprint, LayerPlan.skipping(2), {})
+    few, whole = "draft-verify window 4,2048", "draft-verify"
+    assert [one.name for one in lm.candidates(Auto())] == [whole, few, "ngram"]
+    prices = lm.drafter(Auto())[0].prices
+    for tokens, cheaper in ((500, whole), (50_000, few)):
+        _, draft = prices.for_rows(np.int32(1), np.int32(tokens))
+        assert (draft[0, 1:] < draft[1, 1:]).all() == (cheaper == whole)
+        assert (draft[0, 1:] > draft[1, 1:]).all() == (cheaper == few)
+
+
 @pytest.mark.full
 def test_an_offered_candidate_that_cannot_be_built_is_left_out(tmp_path):
     """An error is raised only if it is named."""

@@ -60,6 +60,10 @@ def test_known_steps_come_back():
     assert guessed(10, row=0.1).step_ms(layers=5) == pytest.approx(0.55)
     known = guessed(10, row=0.1, steps=((2, 1.4), (8, 1.5)))
     assert [known.step_ms(rows) for rows in (1, 2, 5, 8)] == pytest.approx([1.0, 1.4, 1.45, 1.5])
+    # Products of a batch have the rows of all texts, and with `row_reads` so has attention.
+    known = guessed(10, row=0.1, steps=((2, 1.4), (8, 1.5), (64, 7.1)), live_token=0.01, row_reads=1.0)
+    assert [known.step_ms(rows, batch=8) for rows in (1, 2, 8)] == pytest.approx([1.5, 2.3, 7.1])
+    assert known.step_ms(2, live=100, batch=8) == pytest.approx(2.3 + 8 * 2 * 100 * 0.01)
 
 
 def test_between_and_behind_the_known_ones_are_straight_lines():
