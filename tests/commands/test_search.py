@@ -390,7 +390,7 @@ def test_the_command_writes_a_mask_for_each_kind_of_prompts(model, tmp_path, cap
 
     # The table has a row for each kind. An interruption leaves the one mask, and no bank.
     assert main(words) == 0
-    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()[3:6]] == ["random", "a", "b"]
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()[5:8]] == ["random", "a", "b"]
     monkeypatch.setattr(bench, "search_kinds", lambda *args, **options: [])
     assert main([*words, "--json"]) == 130
     assert json.loads((tmp_path / "bank.json").read_text())["kinds"] == []
