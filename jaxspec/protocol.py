@@ -110,6 +110,8 @@ class Prefill:
       absorbed: the result of `Drafter.absorb` over the prompts. For drafters without auxiliary layers, the result of
         `Drafter.absorbed` for earlier texts with the same first `start` tokens; None if there is none.
       start: int32[B], the positions of the first tokens fed; None for 0.
+      vectors: float32[B, D], the mean over the tokens fed of the hidden states after the final norm; free for a drafter
+        that ignores it.
 
     Examples:
       >>> prefill = Prefill(hidden=jnp.zeros((1, 8)), similarities=jnp.ones((1, 2, 2)), chunk_size=16)
@@ -122,6 +124,7 @@ class Prefill:
     chunk_size: int = struct.field(pytree_node=False)
     absorbed: Any = None
     start: jax.Array | None = None
+    vectors: jax.Array | None = None
 
 
 @struct.dataclass

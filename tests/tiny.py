@@ -287,7 +287,14 @@ def _asd_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _draft_verify(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    return DraftVerifyDrafter(config, LayerPlan.skipping(config.num_layers, [1], [0]).traced(), rule, K), None
+    """Returns a drafter with a bank of two masks: that of a prompt follows the sign of a number of its vector."""
+    masks = [
+        LayerPlan.skipping(config.num_layers, *layers)
+        for layers in (([1], [0]), ([0], [config.num_layers - 1]))
+    ]
+    bank = jnp.stack([mask.traced() for mask in masks])
+    centres = jnp.zeros((2, config.hidden_size)).at[:, 1].set(jnp.array([1.0, -1.0]))
+    return DraftVerifyDrafter(config, bank, rule, K, centres=centres), None
 
 
 def _draft_verify_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -465,7 +472,11 @@ def _medusa(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 
 def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
-    """Returns Hydra++ heads that mostly copy the embedding of the last token, as the target does."""
+    """Returns Hydra++ heads that mostly copy the embedding of the last token, as the target does.
+
+    Over two of every three tokens.
+    """
+    ids = some_tokens(config.vocab_size)
     head = HydraConfig(
         config.hidden_size, config.vocab_size, K, num_layers=3, prefix=config.plain.truncated(1)
     )
@@ -477,8 +488,10 @@ def _hydra(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
         handed_on = jnp.eye(config.hidden_size, first["residual"].shape[1], k=wide)
         first |= {"residual": handed_on, "linear": 0.1 * first["linear"]}
         matrix = target["embed"] if config.tie_embeddings else target["head"]
-        heads.append({**one, "blocks": [first, *one["blocks"][1:]], "head": matrix})
-    return HydraDrafter(config, head, rule, K), own | {"heads": heads}
+        rows = {"head": matrix[ids], "head_bias": one["head_bias"][ids]}
+        heads.append({"blocks": [first, *one["blocks"][1:]], **rows})
+    few = Vocabulary(None, ids, config.vocab_size)
+    return HydraDrafter(config, head, rule, K), own | {"heads": heads, "vocabulary": few}
 
 
 def _dflash(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:

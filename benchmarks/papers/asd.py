@@ -135,7 +135,7 @@ class Masks:
     def _similarities(self, prompt: tuple[int, ...]) -> np.ndarray:
         """Returns the similarities of the attention sublayers on a prompt, float[L]."""
         bench = self._bench
-        _, found = prepare_texts(bench.lm, [prompt], [[0] * bench.max_new_tokens])
+        _, found, _ = prepare_texts(bench.lm, [prompt], [[0] * bench.max_new_tokens])
         return np.asarray(found)[0, :, 0]
 
     def _count(self, prompt: tuple[int, ...], plan: LayerPlan) -> tuple[Result, Sequence[float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -129,8 +128,8 @@ def end_prefill(
 ) -> tuple[DecodeState, Emitted]:
     """Draws the first tokens after the last chunk of the prompts; see `prefill`."""
     _check_keys(request.keys)
+    fed = fed.averaged(request.length, request.start)
     batch, hidden, cache = request.tokens.shape[0], fed.hidden, fed.cache
-    similarities = fed.similarities / prompts.num_fed(request.length, request.start)[:, None, None]
     logits = llama.logits(config, params.target, hidden)
     judged, penalties = logits, parts.penalties
     grammar = None if penalties is None else penalties.grammar
@@ -160,7 +159,6 @@ def end_prefill(
         done |= grammar.ends(state_after)
     tokens = put_rows(request.tokens, token[:, None], request.length, count)
     view = View(tokens, length, cache, jnp.where(done, 0, request.limit - length - 1))
-    fed = dataclasses.replace(fed, similarities=similarities)
     state = DecodeState(
         tokens=tokens,
         length=length,
@@ -196,7 +194,7 @@ def _begun(
     if aux_drafter is not None and fed.aux_hidden_state is not None:
         last, pending = fed.aux_hidden_state[:, None], view.pending[:, None]
         absorbed = aux_drafter.absorb(params, absorbed, last, pending, length - 1, view.length - length)
-    prefill = Prefill(fed.hidden, fed.similarities, chunk_size, absorbed, request.start)
+    prefill = Prefill(fed.hidden, fed.similarities, chunk_size, absorbed, request.start, fed.vectors)
     return parts.drafter.init(params, view, prefill)
 
 

@@ -141,6 +141,12 @@ class HeadMethod(ChainMethod):
                 raise ValueError(
                     f"draft_vocab leaves none of the head's {len(few.ids)} tokens; give more tokens, or leave it out"
                 )
+            # The list of another head of this shape, whose rows would be other tokens.
+            if len(ids) == len(few.ids) > len(rows):
+                raise ValueError(
+                    f"draft_vocab has {len(ids)} tokens, as many as the head, and {len(ids) - len(rows)} of them have "
+                    "no row in it; give the head's list or another number of tokens, or leave it out"
+                )
             kept = few.ids[rows]
         matrix = None
         if any("head" in one for one in own.get("heads", ())):

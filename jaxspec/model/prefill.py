@@ -29,11 +29,11 @@ def run_prompts(
     cache: KVCache,
     chunk_size: int,
     start: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, KVCache]:
+) -> tuple[jax.Array, jax.Array, KVCache, jax.Array]:
     """Feeds right-padded prompts in chunks.
 
-    The longest prompt decides the number of chunks at run time. If the caller does not use the similarities, the
-    compiler removes them.
+    The longest prompt decides the number of chunks at run time. If the caller does not use the means, the compiler
+    removes them.
 
     Args:
       config: the model.
@@ -49,11 +49,13 @@ def run_prompts(
       similarities float32[B, L, 2] of the attention (0) and MLP (1) sublayers: the cosine between the residual
         stream before the sublayer's norm and after its addition, averaged over the positions fed.
       the cache.
+      vectors float32[B, D]: the hidden states after the final norm, averaged over the positions fed.
     """
     state = start_prefill(config, params, length, cache)
     stop = num_chunks(length, start, chunk_size)
     state = feed(config, params, tokens, length, state, jnp.int32(0), stop, chunk_size, start=start)
-    return state.hidden, state.similarities / num_fed(length, start)[:, None, None], state.cache
+    state = state.averaged(length, start)
+    return state.hidden, state.similarities, state.cache, state.vectors
 
 
 def num_fed(length: jax.Array, start: jax.Array | None) -> jax.Array:
@@ -72,7 +74,7 @@ class Prefilling:
 
     Attributes:
       hidden: [B, D], of each row's last token, before the final norm; valid once that token has been fed.
-      similarities: float32[B, L, 2], see `run_prompts`, summed over the positions fed.
+      similarities, vectors: float32[B, L, 2] and float32[B, D], see `run_prompts`, summed over the positions fed.
       cache: contains the positions fed; None if the caller passes it separately.
       aux_hidden_state: [B, F], the auxiliary hidden states of each row's last token; None without auxiliary layers.
       absorbed: the drafter's state after the tokens before it. Without auxiliary layers, the part of an earlier text's
@@ -81,9 +83,16 @@ class Prefilling:
 
     hidden: jax.Array
     similarities: jax.Array
+    vectors: jax.Array
     cache: Any
     aux_hidden_state: jax.Array | None = None
     absorbed: Any = None
+
+    def averaged(self, length: jax.Array, start: jax.Array | None) -> Prefilling:
+        """Returns the state after the last chunk with means in place of the sums; see `run_prompts`."""
+        count = num_fed(length, start)
+        means = self.similarities / count[:, None, None], self.vectors / count[:, None]
+        return dataclasses.replace(self, similarities=means[0], vectors=means[1])
 
 
 def start_prefill(
@@ -101,9 +110,9 @@ def start_prefill(
     cache = dataclasses.replace(cache, rope_length=length)
     last = jnp.zeros((length.shape[0], config.hidden_size), llama.stream_of(params))
     similarities = jnp.zeros((length.shape[0], config.num_layers, 2), jnp.float32)
-    return Prefilling(
-        last, similarities, cache, jnp.tile(last, len(aux_layers)) if aux_layers else None, absorbed
-    )
+    vectors = jnp.zeros(last.shape, jnp.float32)
+    aux_hidden_state = jnp.tile(last, len(aux_layers)) if aux_layers else None
+    return Prefilling(last, similarities, vectors, cache, aux_hidden_state, absorbed)
 
 
 def feed(
@@ -146,6 +155,8 @@ def feed(
         # Padding must not count in the means, and no token twice.
         real = (columns < length[:, None]) & (columns >= new[:, None])
         sums = state.similarities + jnp.moveaxis(jnp.sum(cosines, axis=-1, where=real), -1, 0)
+        normed = llama.final_norm(config, params, hidden).astype(jnp.float32)
+        vectors = state.vectors + jnp.sum(normed, axis=1, where=real[..., None])
         offset = length - 1 - begin  # of each row's last token, within this chunk or not
 
         def last(of_piece: jax.Array, before: jax.Array) -> jax.Array:
@@ -158,6 +169,7 @@ def feed(
             after = jnp.take_along_axis(following, columns, axis=1)
             absorbed = absorb(absorbed, aux_hidden_states, after, begin, jnp.clip(offset, 0, chunk_size))
             aux_hidden_state = last(aux_hidden_states, aux_hidden_state)
-        return index + 1, Prefilling(last(hidden, state.hidden), sums, cache, aux_hidden_state, absorbed)
+        ended = last(hidden, state.hidden)
+        return index + 1, Prefilling(ended, sums, vectors, cache, aux_hidden_state, absorbed)
 
     return jax.lax.while_loop(lambda carry: carry[0] < stop, feed_piece, (first, state))[1]

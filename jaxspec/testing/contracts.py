@@ -200,7 +200,7 @@ def check_params_are_arguments(loop: Loop) -> None:
     aux_drafter, absorbed = decoding.aux_drafter_of(loop.parts), None
     if aux_drafter is not None:
         absorbed = aux_drafter.begin(loop.weights, state.length, state.capacity, state.cache.merged)
-    fed = Prefill(*ended, chunk_size=8, absorbed=absorbed)
+    fed = Prefill(*ended, chunk_size=8, absorbed=absorbed, vectors=ended[0])
     begun = jax.make_jaxpr(_begun)(loop.parts.drafter, loop.weights, state, fed)
     smallest = min(leaf.size for leaf in jax.tree.leaves(loop.weights) if leaf.ndim > 1)
     largest = max(largest_constant(traced.jaxpr), largest_constant(begun))

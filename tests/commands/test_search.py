@@ -20,8 +20,8 @@ from jaxspec.costs.rounds import LONGEST, Prediction, StepCosts, predicted_speed
 from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.engine.language_model import LanguageModel, load
 from jaxspec.io.methods.method_files import PLAN_NAME, read_plan
+from jaxspec.measuring.tuning import kinds, objectives, round_costs
 from jaxspec.measuring.tuning import mask_search as bench
-from jaxspec.measuring.tuning import objectives, round_costs
 from jaxspec.measuring.tuning.mask_search import search
 from jaxspec.measuring.tuning.masks import MaskSpace
 from jaxspec.measuring.tuning.proposals import FIRST, propose_bayesian, propose_random
@@ -284,7 +284,7 @@ def test_few_masks_are_all_tried(deep, tmp_path):
     found = run(deep, tmp_path / "log", trials=100)
     assert list(found.trials) == ["exhaustive"]
     assert {trial.plan for trial in found.trials["exhaustive"]} == set(MaskSpace(4))
-    texts, _ = prepare_texts(deep, PROMPTS, continuations(deep, PROMPTS, 6))
+    texts, *_ = prepare_texts(deep, PROMPTS, continuations(deep, PROMPTS, 6))
     score = bench.Agreement(deep, texts, COSTS)
     best = max(predicted(score(plan)["agreement"], plan).speedup for plan in MaskSpace(4))
     assert found.best.score == pytest.approx(best)
@@ -351,6 +351,67 @@ def test_the_command_writes_a_plan_that_the_method_finds(model, tmp_path, capfd)
     assert "written to" in shown
     drafted = lm.generate("Once upon a time", method="draft-verify", max_new_tokens=8)
     assert drafted.tokens == lm.generate("Once upon a time", method="autoregressive", max_new_tokens=8).tokens
+
+
+def prompt_set(tmp_path, categories):
+    path = tmp_path / "set.jsonl"
+    texts = ("Once upon a time", "1 + 1 = 2 and", "The dog ran")
+    entries = ({"turns": [text], "category": one} for one, text in zip(categories, texts, strict=True))
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return str(path)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("known_costs")
+def test_the_command_writes_a_mask_for_each_kind_of_prompts(model, tmp_path, capfd, monkeypatch):
+    places = ("--output", str(tmp_path / "bank.json"), "--prompt-file", prompt_set(tmp_path, ("a", "b", "a")))
+    short = ("--max-new-tokens", "4", "--trials", "3", "--random", "--by-kind")
+    words = ["search", "--model", str(model), *places, *short]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert [one["kind"] for one in report["kinds"]] == ["a", "b"]
+    content = json.loads((tmp_path / "bank.json").read_text())
+    assert [(one["kind"], len(one["centres"])) for one in content["kinds"]] == [("a", 2), ("b", 1)]
+    for kind, entry in zip(content["kinds"], report["kinds"], strict=True):
+        assert (kind["skip_attention"], kind["skip_mlp"]) == (entry["skip_attention"], entry["skip_mlp"])
+    # Each kind was scored on its own prompts alone.
+    lm = load(model)
+    ids = [lm.encode(text) for text in ("Once upon a time", "The dog ran")]
+    texts, *_ = prepare_texts(lm, ids, continuations(lm, ids, 4))
+    plan = LayerPlan.skipping(4, content["kinds"][0]["skip_attention"], content["kinds"][0]["skip_mlp"])
+    assert bench.Agreement(lm, texts, COSTS)(plan)["agreement"] == pytest.approx(
+        report["kinds"][0]["agreement"]
+    )
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    prompts = ["Once upon a time", "1 + 1 = 2 and"]
+    drafted = lm.generate(prompts, method="draft-verify", plan=tmp_path / "bank.json", **options)
+    plain = lm.generate(prompts, method="autoregressive", **options)
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+
+    # The table has a row for each kind. An interruption leaves the one mask, and no bank.
+    assert main(words) == 0
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()[5:8]] == ["random", "a", "b"]
+    monkeypatch.setattr(bench, "search_kinds", lambda *args, **options: [])
+    assert main([*words, "--json"]) == 130
+    assert json.loads((tmp_path / "bank.json").read_text())["kinds"] == []
+
+
+def test_prompts_without_kinds_are_grouped_by_their_vectors():
+    rng = np.random.default_rng(1)
+    where = np.repeat(np.arange(4), 3)
+    vectors = np.float32(10 * np.eye(6)[where] + 0.1 * rng.standard_normal((12, 6)))
+    order = rng.permutation(12)
+    found = kinds.groups(["text"] * 12, vectors[order])
+    assert sorted(found) == [f"group {n}" for n in range(1, 5)]
+    assert {tuple(sorted(order[members])) for members in found.values()} == {
+        (0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)
+    }  # fmt: skip
+    assert {kind: of.tolist() for kind, of in kinds.groups(["b", "a", "b"], vectors[:3]).items()} == {
+        "b": [0, 2], "a": [1]
+    }  # fmt: skip
+    # Equal vectors share a centre.
+    centres, labels = kinds.k_means(np.float32([[1, 2], [1, 2], [5, 6]]), 10)
+    assert (len(centres), labels[0], labels[0] == labels[2]) == (2, labels[1], False)
 
 
 @pytest.mark.full

@@ -122,7 +122,7 @@ GRID, SWEEP = ASDGrid(alphas=(0.6, 0.85, 0.92, 1.0), everys=(0, 2), keep_lasts=(
 def fake(monkeypatch):
     monkeypatch.setattr(asd_sweep, "Speed", FakeSpeed)
     gathered = np.stack([SIMILARITIES, SIMILARITIES], axis=-1)
-    monkeypatch.setattr(asd_sweep, "prepare_texts", lambda *args: (None, gathered))
+    monkeypatch.setattr(asd_sweep, "prepare_texts", lambda *args: (None, gathered, None))
 
 
 @pytest.mark.usefixtures("fake")

@@ -77,9 +77,8 @@ VARIANTS = (
     "dflash-windows",
 )
 FORMS = [*tiny.usual(), *(one for one in tiny.ordinary() if one.drafter in VARIANTS)]
-# Their drafters are those of `eagle3`, `draft-model` and `choosing`, and `asd` with a given mask; plain decoding has no
-# drafts.
-ALIKE = ("eagle", "quantised", "hybrid", "draft-verify", "autoregressive")
+# Their drafters are those of `eagle3`, `draft-model` and `choosing`; plain decoding has no drafts.
+ALIKE = ("eagle", "quantised", "hybrid", "autoregressive")
 CLASSES = [one for one in tiny.usual() if one.drafter not in ALIKE]
 COMBINATIONS = parameters(tiny.full_product(), FORMS, tiny.families())
 USUAL = parameters(tiny.full_product(), CLASSES, tiny.families())

@@ -112,7 +112,7 @@ def test_prefill_in_pieces_then_token_by_token(monkeypatch, name):
     @jit
     def prefill(params, tokens, length):
         cache = _cache(config, len(tokens), 0)
-        last, _, cache = run_prompts(config, params, tokens, length, cache, chunk_size=4)
+        last, _, cache, _ = run_prompts(config, params, tokens, length, cache, chunk_size=4)
         return llama.logits(config, params, last), cache
 
     first, cache = prefill(params, np.where(np.arange(16) < length[:, None], texts[:, :16], 0), length)
@@ -129,11 +129,12 @@ def test_prefill_in_pieces_then_token_by_token(monkeypatch, name):
 @pytest.mark.parametrize("name", ["grouped", "tied", "qwen2"])
 @pytest.mark.parametrize("chunk_size", [4, 16])
 def test_similarities_of_prompts(name, chunk_size):
-    """Each row uses only its own tokens, in several chunks or in one; a prompt of one token also has similarities."""
+    """And their vectors. Each row uses only its own tokens, in several chunks or in one, also a prompt of one token."""
     config, params = CONFIGS[name], _params(name)
     texts, length = _texts()[:, :16], np.asarray(LENGTHS, np.int32)
-    run = jit(lambda *args: run_prompts(config, *args, chunk_size=chunk_size)[:2])
-    last, similarities = run(params, texts, length, _cache(config, len(texts), 0))
+    run = jit(functools.partial(run_prompts, config, chunk_size=chunk_size))
+    last, similarities, _, vectors = run(params, texts, length, _cache(config, len(texts), 0))
+    assert (vectors.dtype, vectors.shape) == (jnp.float32, (len(texts), config.hidden_size))
     assert (similarities.dtype, similarities.shape) == (jnp.float32, (len(texts), config.num_layers, 2))
     for row, (n, text) in enumerate(zip(LENGTHS, texts, strict=True)):
         stream: list[np.ndarray] = []
@@ -145,6 +146,9 @@ def test_similarities_of_prompts(name, chunk_size):
         found = similarities[row].reshape(-1)
         np.testing.assert_allclose(found, expected, atol=1e-5)
         np.testing.assert_allclose(last[row], stream[-1][-1], atol=TOLERANCE)
+        sizes = np.sqrt(np.mean(stream[-1] ** 2, axis=1, keepdims=True) + config.rms_norm_eps)
+        normed = stream[-1] / sizes * np.asarray(params["norm"])
+        np.testing.assert_allclose(vectors[row], normed.mean(axis=0), atol=TOLERANCE)
 
 
 def test_the_cosine_of_nothing():

@@ -17,12 +17,13 @@ from jaxspec import methods
 from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads import files as heads
 from jaxspec.heads.eagle.drafter import EagleDrafter
+from jaxspec.heads.method import HeadMethod
 from jaxspec.io.hf import huggingface
 from jaxspec.methods.trees import grown
 from jaxspec.model import cache as kv
 from jaxspec.model import llama
 from tests import refused, tiny
-from tests.heads import reference
+from tests.heads import reference, test_dflash, test_dspark, test_medusa
 from tests.heads.files import (
     LLAMA,
     SOME,
@@ -483,6 +484,27 @@ def test_a_head_without_any_of_the_tokens_is_refused(model, tmp_path, monkeypatc
     monkeypatch.setattr(methods.Eagle3, "vocabulary_ids", lambda *_: np.array([0, 3, 6], np.int32))
     with refused("draft_vocab leaves none of the head's 8 tokens"):
         model.drafter("eagle3", draft=str(write(tmp_path / "head", eagle3())))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "medusa"])
+def test_a_list_of_as_many_tokens_but_others_is_refused(model, tmp_path, monkeypatch, kind):
+    """The shapes of another head's list would fit. The head's own list, in any order, is the head as it is."""
+    made = {"eagle3": eagle3, "dflash": test_dflash.speculators, "dspark": test_dspark.some}
+    content, tensors = made.get(kind, lambda: test_medusa.vllm(truncated_vocab_size=len(SOME)))()
+    tensors |= {"token_map": SOME} if kind == "medusa" else {}
+    path = str(write(tmp_path / "head", (content, tensors)))
+    own = np.sort(np.asarray(model.drafter(kind, draft=path)[1]["vocabulary"].ids))
+    others = np.setdiff1d(np.arange(TARGET.vocab_size), own)
+    chosen = own
+    monkeypatch.setattr(HeadMethod, "vocabulary_ids", lambda *_: chosen)
+    assert model.drafter(kind, draft=path)[1]["vocabulary"].ids.tolist() == own.tolist()
+    chosen = np.sort(np.append(own[2:], others[:2]))
+    with refused(
+        f"draft_vocab has {len(own)} tokens, as many as the head, and 2 of them have no row in it; give"
+    ):
+        model.drafter(kind, draft=path)
+    chosen = np.sort(np.append(own, others[:1]))
+    assert model.drafter(kind, draft=path)[1]["vocabulary"].ids.tolist() == own.tolist()
 
 
 # Trees

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import stopping
+from jaxspec import decoding, stopping
 from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.io.methods import method_files
@@ -209,6 +209,9 @@ def test_a_probe_beside_the_model_is_found(beside):
         made("adaspeed-probe", beside, (distribution,), exit_layer=1)
 
 
+KIND = {"kind": "code", "skip_attention": [2], "skip_mlp": [], "centres": [[0.5] * CONFIG.hidden_size] * 2}
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [
@@ -218,6 +221,19 @@ def test_a_probe_beside_the_model_is_found(beside):
         ({"skip_mlp": [3]}, "skips layers [3]"),
         ({"skip_mlp": None}, "has None in `skip_mlp`, expected a list, each entry a whole number"),
         ({"skip_attention": [0, 1, 2], "skip_mlp": [0, 1, 2]}, "skips every sublayer"),
+        ({"kinds": [KIND | {"skip_mlp": [3]}]}, "skips layers [3]"),
+        ({"kinds": [KIND | {"skip_attention": [0, 1, 2], "skip_mlp": [0, 1, 2]}]}, "skips every sublayer"),
+        (
+            {"kinds": [KIND, KIND | {"centres": [[0.5] * 15, [0.5] * 16]}]},
+            "has centres of 15 and 16 numbers for 'code', the model's hidden states have 16; make one with `jaxspec "
+            "search --by-kind`",
+        ),
+        ({"kinds": [KIND | {"centres": []}]}, "has centres of no numbers for 'code'"),
+        (
+            {"kinds": [KIND | {"centres": [[None]]}]},
+            "has [[None]] in `centres`, expected a list, each entry a list",
+        ),
+        ({"kinds": [{"kind": "code"}]}, "has no `skip_attention`"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(beside, change, line):
@@ -226,6 +242,89 @@ def test_a_plan_that_does_not_fit_is_refused(beside, change, line):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with refused(re.escape(line)):
         made("draft-verify", beside, plan=str(path))
+
+
+def test_a_bank_is_read_as_it_was_written(beside):
+    """A file without kinds has one mask, and is a bank's file too; `auto` counts the mean of the masks."""
+    path, width = beside.directory / method_files.PLAN_NAME, CONFIG.hidden_size
+    kinds = (
+        method_files.Kind("code", (2,), (), ((0.5,) * width, (1.25,) * width)),
+        method_files.Kind("chat", (), (0, 1), ((-2.0,) * width,)),
+    )
+    method_files.write_plan(path, beside.fingerprint, PLAN, {}, kinds)
+    drafter, _ = beside.drafter("draft-verify")
+    masks = [LayerPlan.skipping(3, [2]), LayerPlan.skipping(3, [2]), LayerPlan.skipping(3, [], [0, 1])]
+    assert drafter.plan.tolist() == [np.array(mask.run).tolist() for mask in masks]
+    assert drafter.centres.tolist() == [[0.5] * width, [1.25] * width, [-2.0] * width]
+    method = registry.make("draft-verify", {})
+    target = LoadedModel(beside.config, beside.params, beside.name)
+    costs = [method.cost(target, drafter.replace(plan=mask.traced()), None).layers for mask in masks]
+    assert method.cost(target, drafter, None).layers == pytest.approx(np.mean(costs))
+    assert method_files.read_plan(path, beside.fingerprint, 3) == PLAN
+    content = json.loads(path.read_text())
+    del content["kinds"]  # as before
+    path.write_text(json.dumps(content))
+    drafter, _ = beside.drafter("draft-verify")
+    assert (drafter.plan.tolist(), drafter.centres) == (np.array(PLAN.run).tolist(), None)
+
+
+def vector_of(prompt, begin: int = 0) -> np.ndarray:
+    """Returns the sum of the last hidden states of a prompt from a position on."""
+    stream: list[np.ndarray] = []
+    tiny.reference.forward(tiny.DEEP, tiny.params(tiny.DEEP), prompt, stream=stream)
+    sizes = np.sqrt(np.mean(stream[-1] ** 2, axis=1, keepdims=True) + tiny.DEEP.rms_norm_eps)
+    found: np.ndarray = (stream[-1] / sizes * np.asarray(tiny.params(tiny.DEEP)["norm"]))[begin:].sum(axis=0)
+    return found
+
+
+def test_each_text_has_the_mask_of_its_prompt():
+    """Of ragged prompts in chunks of 8, of prompts that continue others, and in rows that are refilled."""
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, 13, size).tolist() for size in (1, 3, 8, 9, 21, 17)]
+    sums = np.stack([vector_of(prompt) / len(prompt) for prompt in prompts])
+    centres = np.float32(sums[:4] + 0.1 * rng.standard_normal(sums[:4].shape))
+    masks = [LayerPlan.skipping(3, [layer], [layer]).traced() for layer in range(3)] + [PLAN.traced()]
+    loop = tiny.loop(tiny.Combination("draft-verify", "constant", "greedy"))
+    drafter = loop.parts.drafter.replace(plan=jnp.stack(masks), centres=jnp.asarray(centres))
+    loop = dataclasses.replace(loop, parts=dataclasses.replace(loop.parts, drafter=drafter))
+
+    def check(state, vectors) -> None:
+        own = state.drafter_state.own
+        np.testing.assert_allclose(own.vectors, vectors, atol=1e-4)
+        best = ((vectors[:, None] - centres) ** 2).sum(axis=2).argmin(axis=1)
+        assert own.plan.tolist() == np.stack(masks)[best].tolist()
+        assert drafter.plans(state.drafter_state, ~state.done).tolist() == own.plan.tolist()
+
+    state, _ = loop.begin(prompts)
+    check(state, sums)
+    assert len(np.unique(state.drafter_state.own.plan, axis=0)) == 4
+
+    # Row 0 continues nothing. The others continue the longest prompt, or its caches in the target alone.
+    longer = [[7, 2], [*prompts[4], 3, 1, 5], [*prompts[5], 5, 5]]
+    before, _ = loop.begin([prompts[1], prompts[4], prompts[5]])
+    start = np.array([0, 20, 16], np.int32)
+    length = np.array([len(prompt) for prompt in longer], np.int32)
+    tokens = np.stack([np.pad(prompt, (0, tiny.CAPACITY - len(prompt))) for prompt in longer])
+    request = decoding.Request(
+        *map(jnp.asarray, (tokens, length, length + 9, np.full((3, 2), -1, np.int32))),
+        before.keys,
+        jnp.asarray(start),
+    )
+    vectors, held = drafter.absorbed(before.drafter_state)
+    known = held * np.array([0, 1, 0])
+    caches = decoding.Caches(before.cache, (vectors, known))
+    again, _ = tiny.prefill(tiny.DEEP, loop.weights, loop.parts, request, caches, chunk_size=8)
+    expected = [
+        vector_of(longer[0]) / 2,
+        20 * sums[4] + vector_of(longer[1], 20),
+        vector_of(longer[2], 16) / 3,
+    ]
+    expected[1] /= len(longer[1])
+    check(again, np.stack(expected))
+    assert again.drafter_state.own.held.tolist() == [2, 24, 3]
+
+    state = decoding.insert(state, jnp.int32(2), before, jnp.int32(1))
+    check(state, sums[[0, 1, 4, 3, 4, 5]])
 
 
 def test_a_fingerprint_names_the_weights_whatever_their_dtype():

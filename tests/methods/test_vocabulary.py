@@ -268,6 +268,16 @@ def test_tokens_are_counted_and_ranked(tmp_path):
         token_counts.rank(lm, [])
 
 
+def test_every_second_text_of_a_kind_is_held_out():
+    """Its tokens do not count for the ranking that covers it, and empty texts do not count at all."""
+    lm = tiny.language_model()
+    texts = [("a", [7, 7, 0]), ("b", [12]), ("a", []), ("a", [7, 1, 0, 12]), ("b", [1, 1]), ("a", [7, 5, 5])]
+    # The others: 7 four times, 5 and 12; 0 and 10 are always there.
+    expected = {"a": {2: 0.25, 4: 0.5, 5: 0.75}, "b": {2: 0.0, 4: 0.0, 5: 0.0}}
+    assert token_counts.held_out_coverage(lm, texts) == expected
+    assert token_counts.held_out_coverage(lm, [("a", [7]), ("b", [5])]) == {}
+
+
 def test_long_texts_are_read_in_pieces_that_end_at_line_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(token_counts, "_PIECE", 8)
     seen = []
@@ -349,6 +359,24 @@ def test_the_command_counts_what_the_model_writes(model, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert (report["texts_generated"], report["ranked"]) == (1, 3)
     assert 0 < report["tokens_generated"] == report["num_counted"] <= 6
+    assert report["held_out"] == {}
+
+    prompt = prompt.with_suffix(".jsonl")
+    entries = [{"turns": [PROMPT[n:]], "category": kind} for n, kind in enumerate("abab")]
+    prompt.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    words = ["vocab", "--model", str(model), "--prompt-file", str(prompt), "--output", str(output)]
+    words += ["--generate", "--max-new-tokens", "6"]
+    assert main([*words, "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)["held_out"]
+    assert list(held) == ["a", "b"]
+    assert all(0 <= share <= 1 for shares in held.values() for share in shares.values())
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "answers held out" in shown
+    assert [line.split()[0] for line in shown.splitlines() if line.split()[:1] in (["a"], ["b"])] == [
+        "a",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors
 
 from jaxspec.host.files import no_file
-from jaxspec.host.messages import brief_errors
+from jaxspec.host.messages import brief_errors, shown
 from jaxspec.io import tensors
 from jaxspec.io.hf.layout import leaves
 from jaxspec.io.records import ModelRecord, check_origin
@@ -78,13 +78,30 @@ class ProbeFile:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kind:
+    """The mask of one kind of prompts, in a plan's file.
+
+    Attributes:
+      kind: its name.
+      skip_attention, skip_mlp: 0-based layers.
+      centres: vectors of such prompts, C × D, see `drafting.draft_verify_drafter.Chosen`.
+    """
+
+    kind: str
+    skip_attention: tuple[int, ...]
+    skip_mlp: tuple[int, ...]
+    centres: tuple[tuple[float, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Plan(ModelRecord):
-    """A plan's file, with 0-based layers."""
+    """A plan's file, with 0-based layers: the best mask for all prompts, and the best for each kind, or no kinds."""
 
     FORMAT, MADE_BY = "jaxspec.plan/1", "jaxspec search"
     num_layers: int
     skip_attention: tuple[int, ...]
     skip_mlp: tuple[int, ...]
+    kinds: tuple[Kind, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,14 +177,30 @@ def _sampled_rows(config: LlamaConfig, params: Params) -> list[jax.Array]:
     return [jax.lax.bitcast_convert_type(row, jnp.uint16) for row in rows]
 
 
-def write_plan(path: str | os.PathLike[str], model: str, plan: LayerPlan, found_by: dict[str, Any]) -> None:
-    """Writes a plan; `model` is the model's fingerprint, `found_by` describes the search."""
-    _Plan(plan.num_layers, plan.skip_attention, plan.skip_mlp).write(path, model, found_by)
+def write_plan(
+    path: str | os.PathLike[str],
+    model: str,
+    plan: LayerPlan,
+    found_by: dict[str, Any],
+    kinds: tuple[Kind, ...] = (),
+) -> None:
+    """Writes a plan, or a bank of plans for `kinds` of prompts.
+
+    `model` is the model's fingerprint, `found_by` describes the search.
+    """
+    _Plan(plan.num_layers, plan.skip_attention, plan.skip_mlp, kinds).write(path, model, found_by)
+
+
+def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> LayerPlan:
+    """Returns the plan for all prompts in a file, see `read_plans`."""
+    return read_plans(path, model, num_layers)[0]
 
 
 @brief_errors()
-def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> LayerPlan:
-    """Returns the plan in a file, checked to be for this model.
+def read_plans(
+    path: str | os.PathLike[str], model: str, num_layers: int, width: int | None = None
+) -> tuple[LayerPlan, list[tuple[LayerPlan, np.ndarray]]]:
+    """Returns the plan for all prompts, and for each kind of prompts its plan and its centres float32[C, width].
 
     Raises:
       FileNotFoundError, ValueError: the file is missing, damaged or of another model; one line with the remedy.
@@ -178,12 +211,23 @@ def read_plan(path: str | os.PathLike[str], model: str, num_layers: int) -> Laye
             f"{path} is a plan for {found.num_layers} layers, the model has {num_layers}; make one with "
             f"`{_Plan.MADE_BY}`"
         )
-    try:
-        plan = LayerPlan.skipping(num_layers, found.skip_attention, found.skip_mlp)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    check_plan(plan, str(path))
-    return plan
+    plans: list[LayerPlan] = []
+    masks: tuple[_Plan | Kind, ...] = (found, *found.kinds)
+    for one in masks:
+        try:
+            plans.append(LayerPlan.skipping(num_layers, one.skip_attention, one.skip_mlp))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        check_plan(plans[-1], str(path))
+    for kind in found.kinds if width is not None else ():
+        sizes = sorted({len(centre) for centre in kind.centres})
+        if sizes != [width]:
+            raise ValueError(
+                f"{path} has centres of {' and '.join(map(str, sizes)) or 'no'} numbers for {shown(kind.kind)}, the "
+                f"model's hidden states have {width}; make one with `{_Plan.MADE_BY} --by-kind`"
+            )
+    centres = (np.array(kind.centres, np.float32) for kind in found.kinds)
+    return plans[0], list(zip(plans[1:], centres, strict=True))
 
 
 def check_plan(plan: LayerPlan, name: str) -> None:

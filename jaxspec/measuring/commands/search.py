@@ -48,26 +48,29 @@ class Search:
             progress("loading the model")
             from jaxspec.host import lock
             from jaxspec.io.methods.method_files import PLAN_NAME, write_plan
-            from jaxspec.measuring.tuning.mask_search import found_by, report, search
-            from jaxspec.measuring.tuning.texts import read_prompts
+            from jaxspec.measuring.tuning.mask_search import found_by, report, search, search_kinds
+            from jaxspec.measuring.tuning.texts import read_kinds
 
             options = self.search
             lm = self.model.load()
             output = output_file(self.output, lm, PLAN_NAME)
             with lock.exclusive(output.parent, tell, "output", f"{output.name}.lock"):
-                found = search(
-                    lm,
-                    read_prompts(lm, options.tokens, self.prompts),
-                    options,
-                    output.with_suffix(".trials.jsonl"),
-                    resume=self.resume,
-                    on_progress=progress,
-                    on_trial=lambda kind, done, budget, best: progress.count(
+                prompts = read_kinds(lm, options.tokens, self.prompts)
+                log = output.with_suffix(".trials.jsonl")
+                watch: dict[str, Any] = {
+                    "resume": self.resume,
+                    "on_progress": progress,
+                    "on_trial": lambda kind, done, budget, best: progress.count(
                         f"{kind} search", done, budget, f"best {best.score:.3f}"
                     ),
-                )
-                write_plan(output, lm.fingerprint, found.best.plan, found_by(found, options))
-        result = report(lm, found, options) | {"output": str(output)}
+                }
+                found, kinds = search(lm, [ids for _, ids in prompts], options, log, **watch), []
+                if options.by_kind and not found.interrupted:
+                    kinds = search_kinds(lm, prompts, options, log, costs=found.costs, **watch)
+                    found = dataclasses.replace(found, interrupted=not kinds)
+                origin, names = found_by(found, options), tuple(kind for kind, _ in kinds)
+                write_plan(output, lm.fingerprint, found.best.plan, origin, names)
+        result = report(lm, found, options, kinds) | {"output": str(output)}
         show(result, self.json, _parts)
         speedup = result["best"]["predicted_speedup"]
         if speedup < 1:
@@ -83,9 +86,9 @@ def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
     headings = ["search", "masks tried", "seconds", "skips attention + MLP"]
     headings += ["agreement", "draft tokens", "predicted speed-up"]
     rows = []
-    for entry in report["searches"]:
+    for entry in report["searches"] + report["kinds"]:
         skipped = f"{len(entry['skip_attention'])} + {len(entry['skip_mlp'])}"
-        row = [entry["search"], str(entry["trials"]), f"{entry['seconds']:.0f}", skipped]
+        row = [entry.get("kind", entry["search"]), str(entry["trials"]), f"{entry['seconds']:.0f}", skipped]
         row += [f"{entry['agreement']:.3f}", str(entry["num_draft_tokens"])]
         rows.append([*row, f"{entry['predicted_speedup']:.2f}"])
     yield Table(headings, rows)

@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 class Vocab:
     """Count the frequent tokens of a model, so that drafts can leave out the others (--draft-vocab N).
 
-    Count text similar to the model's output: its own, or its training data. Special tokens and the tokens of the chat
-    template are always included.
+    Count text similar to the model's output: its own, also that of `jaxspec train own-text`, or its training data.
+    Special tokens and the tokens of the chat template are always included. With --generate, the report also has the
+    share of every second answer of each kind of prompts that the most frequent tokens of the others cover.
 
     Attributes:
       data: a text file to count; for a .jsonl file, the strings in its records.
       generate: count the model's own text after prompts.
-      prompt_file: [--generate] a file with one prompt. Default: a few short ones.
+      prompt_file: [--generate] a file with one prompt, or JSON lines in a form of `jaxspec bench`, whose categories are
+        kinds. Default: a few short ones.
       max_new_tokens: [--generate] the maximum number of tokens to generate after each prompt. Default 128.
       chat: [--generate] use the model's chat template for each prompt.
       size: keep only the N most frequent tokens. Default: all tokens that occur.
@@ -68,18 +70,19 @@ class Vocab:
         with Progress() as progress:
             progress("loading the model")
             from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME
-            from jaxspec.measuring.tuning.token_counts import coverage, encoded, rank
+            from jaxspec.measuring.tuning.token_counts import coverage, encoded, held_out_coverage, rank
 
             lm = self.model.load()
             output = output_file(self.output, lm, VOCABULARY_NAME)
             progress("counting")
             written = self._written(lm, progress)
-            ranking, counts = rank(lm, itertools.chain(written, encoded(lm, self.data)), self.size)
+            own = [ids for _, ids in written]
+            ranking, counts = rank(lm, itertools.chain(own, encoded(lm, self.data)), self.size)
             found_by = {
                 "command": "jaxspec vocab",
                 "data": [Path(path).name for path in self.data],
-                "texts_generated": len(written),
-                "tokens_generated": sum(map(len, written)),
+                "texts_generated": len(own),
+                "tokens_generated": sum(map(len, own)),
             }
             ranking.write(output, lm.fingerprint, found_by)
         report = {
@@ -89,23 +92,24 @@ class Vocab:
             "always": len(ranking.always),
             "ranked": len(ranking),
             "coverage": coverage(ranking, counts),
+            "held_out": held_out_coverage(lm, written),
             **found_by,
             "output": str(output),
         }
         show(report, self.json, _parts)
         return 0
 
-    def _written(self, lm: LanguageModel, progress: Progress) -> list[list[int]]:
-        """Generates the model's own text after the prompts."""
-        from jaxspec.measuring.tuning.texts import continuations, read_prompts
+    def _written(self, lm: LanguageModel, progress: Progress) -> list[tuple[str, list[int]]]:
+        """Generates the model's own text after the prompts; returns it with their kinds."""
+        from jaxspec.measuring.tuning.texts import continuations, read_kinds
         from jaxspec.measuring.tuning.tuning_options import PromptOptions
 
         if not self.generate:
             return []
         options = PromptOptions(self.prompt_file, chat="on" if self.chat else "off")
         budget = 128 if self.max_new_tokens is None else self.max_new_tokens
-        prompts = read_prompts(lm, budget, options)
-        return continuations(lm, prompts, budget, progress)
+        kinds, prompts = zip(*read_kinds(lm, budget, options), strict=True)
+        return list(zip(kinds, continuations(lm, prompts, budget, progress), strict=True))
 
 
 def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
@@ -115,6 +119,10 @@ def _parts(report: dict[str, Any]) -> Iterator[str | Table]:
     )
     rows = [[str(size), f"{100 * share:.1f} %"] for size, share in report["coverage"].items()]
     yield Table(("--draft-vocab", "share of the counted tokens"), rows)
+    if held := report["held_out"]:
+        sizes = dict.fromkeys(size for shares in held.values() for size in shares)
+        rows = [[kind, *(f"{100 * shares[size]:.1f} %" for size in sizes)] for kind, shares in held.items()]
+        yield Table(("answers held out", *map(str, sizes)), rows)
     yield f"written to {report['output']}, for --draft-vocab N"
     yield (
         "On other text the share is lower, especially after a small count. `jaxspec compare --run 'asd --draft-vocab "

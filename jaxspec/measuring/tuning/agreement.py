@@ -42,7 +42,7 @@ def prepare(
     *,
     chunk_size: int,
     merged: bool = True,
-) -> tuple[AgreementTexts, jax.Array]:
+) -> tuple[AgreementTexts, jax.Array, jax.Array]:
     """Prefills the prompts with the whole model.
 
     Args:
@@ -56,12 +56,13 @@ def prepare(
       merged: the cache's layout, static, see `model.cache`.
 
     Returns:
-      The texts, and the similarities of each prompt float32[B, L, 2], see `jaxspec.model.prefill.run_prompts`.
+      The texts, and of each prompt the similarities float32[B, L, 2] and the vector float32[B, D], see
+      `jaxspec.model.prefill.run_prompts`.
     """
     batch, capacity = prompts.shape
     cache = kv.create(config, batch, capacity, params["embed"].dtype, merged)
-    _, similarities, cache = run_prompts(config, params, prompts, length, cache, chunk_size)
-    return AgreementTexts(cache, length, tokens, count), similarities
+    _, similarities, cache, vectors = run_prompts(config, params, prompts, length, cache, chunk_size)
+    return AgreementTexts(cache, length, tokens, count), similarities, vectors
 
 
 def agreement(

@@ -138,7 +138,7 @@ def tune_asd(
     tried, sweep = tried or ASDGrid(), sweep or Sweep()
     on_progress("reading the prompts")
     # Only the prompts' similarities are used, so any two tokens serve as the texts after them.
-    _, gathered = prepare_texts(lm, prompts, [[0, 0]] * len(prompts))
+    _, gathered, _ = prepare_texts(lm, prompts, [[0, 0]] * len(prompts))
     similarities = fetched(gathered)[:, :, 0]
     settings = grid(
         tried.alphas or default_alphas(similarities), tried.everys or EVERYS, tried.keep_lasts or KEEP_LASTS

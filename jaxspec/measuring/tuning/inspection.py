@@ -212,7 +212,7 @@ def _survey(
     """Similarities float64[N, L, 2] of N prompts, and agreement counts int[N, L] of the texts after them."""
     # The last prompt token predicts the first new token, so the pass begins with it.
     fed = [[prompt[-1], *text] for prompt, text in zip(prompts, texts, strict=True)]
-    prepared, similarities = prepare_texts(lm, prompts, fed)
+    prepared, similarities, _ = prepare_texts(lm, prompts, fed)
     begun = dataclasses.replace(prepared, start=prepared.start - 1)
     similar, chosen = fetched((similarities, _exit_choices(lm.config, lm.params, begun)))
     counts = np.array([len(text) for text in texts])

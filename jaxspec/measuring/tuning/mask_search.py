@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host.progress import OnProgress, shows_progress
 from jaxspec.io import records
+from jaxspec.io.methods.method_files import Kind
 from jaxspec.measuring.line_log import LineLog
+from jaxspec.measuring.tuning.kinds import MOST_CENTRES, groups, k_means
 from jaxspec.measuring.tuning.masks import MaskSpace
 from jaxspec.measuring.tuning.objectives import Agreement
 from jaxspec.measuring.tuning.proposals import Proposer, propose_bayesian, propose_random
@@ -21,6 +25,7 @@ from jaxspec.measuring.tuning.round_costs import Costs, measure_costs
 from jaxspec.measuring.tuning.texts import continuations, prepare_texts
 from jaxspec.measuring.tuning.tuning_options import SearchOptions
 from jaxspec.model.plan import LayerPlan
+from jaxspec.model.sharding import fetched
 
 # Format of the trial log.
 FORMAT = "jaxspec.search/1"
@@ -162,6 +167,48 @@ def search(
     return Search(trials, seconds, budget, interrupted, found.costs)
 
 
+@shows_progress
+def search_kinds(
+    lm: LanguageModel,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    options: SearchOptions,
+    log: Path,
+    *,
+    resume: bool = True,
+    costs: Costs | None = None,
+    on_progress: OnProgress = lambda step: None,
+    on_trial: Watcher = lambda kind, done, budget, best: None,
+) -> list[tuple[Kind, Search]]:
+    """Searches a mask for each kind of prompts, see `search`; nothing if it was interrupted.
+
+    Args:
+      prompts: the kind of each prompt, see `texts.read_kinds`, and its token ids.
+      lm, options, log, resume, costs, on_progress, on_trial: as in `search`; each kind has a log of its own.
+    """
+    on_progress("reading the prompts")
+    kinds, tokens = zip(*prompts, strict=True)
+    # Only the vectors are used, so any two tokens serve as the texts after the prompts.
+    vectors = np.asarray(fetched(prepare_texts(lm, tokens, [[0, 0]] * len(tokens))[2]))
+    found = []
+    for number, (kind, members) in enumerate(groups(kinds, vectors).items(), 1):
+        try:
+            mine, own = [tokens[at] for at in members], log.with_suffix(f".{number}{log.suffix}")
+            result = search(
+                lm, mine, options, own, resume=resume, costs=costs, on_progress=on_progress, on_trial=on_trial
+            )
+        except KeyboardInterrupt:
+            return []
+        if result.interrupted:
+            return []
+        # Five digits: a file of text has to hold them.
+        centres = tuple(
+            tuple(float(f"{x:.5g}") for x in one) for one in k_means(vectors[members], MOST_CENTRES)[0]
+        )
+        plan = result.best.plan
+        found.append((Kind(kind, plan.skip_attention, plan.skip_mlp, centres), result))
+    return found
+
+
 def _kinds(options: SearchOptions, space: MaskSpace) -> tuple[str, ...]:
     if space.size <= options.trials:
         return ("exhaustive",)
@@ -249,7 +296,7 @@ def _evaluator(
     on_progress: OnProgress,
 ) -> Callable[[LayerPlan], dict[str, Any]]:
     on_progress("generating the model's own text")
-    texts, _ = prepare_texts(lm, prompts, continuations(lm, prompts, options.tokens, on_progress))
+    texts, *_ = prepare_texts(lm, prompts, continuations(lm, prompts, options.tokens, on_progress))
     costs = record.costs
     if costs is None:
         costs = measure_costs(lm, on_progress=on_progress)
@@ -258,14 +305,19 @@ def _evaluator(
     return Agreement(lm, texts, costs)
 
 
-def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str, Any]:
+def report(
+    lm: LanguageModel,
+    found: Search,
+    options: SearchOptions,
+    kinds: Sequence[tuple[Kind, Search]] = (),
+) -> dict[str, Any]:
     """The report of a search, as printed by `jaxspec search --json`.
 
     Returns:
       `model`, `device`, `dtype`, the options, `num_masks` (the size of the search space), `budget`, `interrupted`,
       `costs` (see `round_costs.Costs`); `searches`, each with `search` (bayesian, random,
       exhaustive), `trials`, `seconds`, `best_trial` (1-based), and its `skip_attention`, `skip_mlp`, `score` and
-      the figures behind the score; `best`, the best of them.
+      the figures behind the score; `best`, the best of them; `kinds`, the best of the search for each kind of prompts.
     """
     space = MaskSpace(lm.config.num_layers, options.keep_first_last)
     return {
@@ -279,6 +331,7 @@ def report(lm: LanguageModel, found: Search, options: SearchOptions) -> dict[str
         "costs": None if found.costs is None else dataclasses.asdict(found.costs),
         "searches": [_entry(found, kind) for kind, trials in found.trials.items() if trials],
         "best": _entry(found, found.best_kind),
+        "kinds": [{"kind": kind.kind, **_entry(own, own.best_kind)} for kind, own in kinds],
     }
 
 

@@ -27,7 +27,16 @@ _WANTED = "`prompt_file` must be text files, one prompt each, or JSON lines"
 
 
 def read_prompts(lm: LanguageModel, max_new_tokens: int, options: PromptOptions = _USUAL) -> list[list[int]]:
-    """Returns prompts as token ids; prompts of sets and the default ones are left out if they exceed the context.
+    """Returns the prompts of `read_kinds`."""
+    return [ids for _, ids in read_kinds(lm, max_new_tokens, options)]
+
+
+def read_kinds(
+    lm: LanguageModel, max_new_tokens: int, options: PromptOptions = _USUAL
+) -> list[tuple[str, list[int]]]:
+    """Returns prompts as token ids, each with its kind of text: the category of its set; text files are one kind.
+
+    Prompts of sets and the default ones are left out if they exceed the context.
 
     Raises:
       ValueError, FileNotFoundError: a file is missing, empty, not text, or too long for the context; or no prompt fits.
@@ -44,13 +53,13 @@ def read_prompts(lm: LanguageModel, max_new_tokens: int, options: PromptOptions 
             raise ValueError(f"{path} is empty; {_WANTED}")
         if len(ids) > room:
             raise ValueError(f"{path} ({len(ids)} tokens) and {exceeds}; shorten one of them")
-        found.append(ids)
+        found.append(("text", ids))
     if not texts:
         tasks = read_tasks(sets) if sets else own_tasks("tuning", directory=lm.directory)
         usual = None if sets else _EACH * len({task.category for task in tasks})
         tasks = in_turn(tasks, lambda task: task.category)
-        read = (encoded(lm, task, chat=options.chat) for task in tasks)
-        fitting = (ids for ids in read if len(ids) <= room)
+        read = ((task.category, encoded(lm, task, chat=options.chat)) for task in tasks)
+        fitting = (one for one in read if len(one[1]) <= room)
         found = list(itertools.islice(fitting, options.limit or usual))
         if not found:
             raise ValueError(
@@ -94,8 +103,8 @@ def continuations(
 
 def prepare_texts(
     lm: LanguageModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
-) -> tuple[AgreementTexts, jax.Array]:
-    """Prompts and texts as arrays on the model's device, and the prompts' similarities float32[B, L, 2].
+) -> tuple[AgreementTexts, jax.Array, jax.Array]:
+    """Prompts and texts as arrays on the model's device, and the prompts' similarities and vectors, see `prepare`.
 
     Raises:
       ValueError: every text has fewer than two tokens.
@@ -107,7 +116,7 @@ def prepare_texts(
         )
     length = max(map(len, prompts))
     with jax.default_device(local(lm.device)):
-        prepared: tuple[AgreementTexts, jax.Array] = _prepare(
+        prepared: tuple[AgreementTexts, jax.Array, jax.Array] = _prepare(
             lm.config,
             lm.params,
             _padded(prompts, bucket(length + longest)),

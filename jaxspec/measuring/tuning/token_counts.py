@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -104,6 +105,31 @@ def rank(
             )
         ids = ids[: size - len(always)]
     return Ranking(tuple(always), tuple(ids), total, len(counts)), counts
+
+
+def held_out_coverage(
+    lm: LanguageModel, texts: Sequence[tuple[str, Sequence[int]]]
+) -> dict[str, dict[int, float]]:
+    """The `coverage` of every second text of each kind by a ranking of the other texts; empty without any.
+
+    Args:
+      lm: the model.
+      texts: the kind of each text, and its token ids.
+    """
+    places: Counter[str] = Counter()
+    halves: tuple[list[tuple[str, Sequence[int]]], ...] = ([], [])
+    for kind, ids in texts:
+        if len(ids):
+            halves[places[kind] % 2].append((kind, ids))
+            places[kind] += 1
+    if not all(halves):
+        return {}
+    ranking, _ = rank(lm, [ids for _, ids in halves[0]])
+    found = {}
+    for kind in dict.fromkeys(kind for kind, _ in halves[1]):
+        held = np.concatenate([ids for one, ids in halves[1] if one == kind])
+        found[kind] = coverage(ranking, np.bincount(held, minlength=lm.config.vocab_size))
+    return found
 
 
 def coverage(ranking: Ranking, counts: np.ndarray) -> dict[int, float]:

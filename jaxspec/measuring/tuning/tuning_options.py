@@ -15,6 +15,8 @@ class SearchOptions:
       keep_first_last: always run the first and the last layer. Default: yes.
       trials: the number of different masks to try.
       random: try masks at random instead.
+      by_kind: also search a mask for each kind of prompts: the categories of a prompt set, else groups of similar
+        prompts. The method then chooses the mask by the prompt.
       max_new_tokens: the number of tokens to generate after each prompt. Default 96.
       seed: seed of the search.
 
@@ -25,6 +27,7 @@ class SearchOptions:
     keep_first_last: bool = True
     trials: int = 200
     random: bool = False
+    by_kind: bool = False
     max_new_tokens: int | None = None
     seed: int = 0
 
