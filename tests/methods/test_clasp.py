@@ -60,6 +60,7 @@ def slow_paths(
     """
     after_sublayers: list[np.ndarray] = []
     reference.forward(config, weights, text, stream=after_sublayers)
+    layers = reference.as_float64(weights)["layers"]
     true = np.stack(after_sublayers, axis=1)
     places = range(max(len(text) - num_tokens, 0), len(text))
     best: dict[int, Any] = {0: ([true[place, 0] for place in places], [])}
@@ -69,7 +70,7 @@ def slow_paths(
             ran = streams
             for number in item:
                 ran = [
-                    sublayer_by_hand(config, weights, number, true[: place + 1, number], stream)
+                    sublayer_by_hand(config, layers, number, true[: place + 1, number], stream)
                     for place, stream in zip(places, ran, strict=True)
                 ]
             found[saved].append((ran, [*runs, *[True] * len(item)]))
@@ -126,17 +127,17 @@ def slow_knapspec(
 
 
 def head_by_hand(config: LlamaConfig, weights: Any, stream: np.ndarray) -> np.ndarray:
-    p = reference.as_float64(weights)
+    p = {name: np.asarray(weights[name], np.float64) for name in ("norm", "head")}
     normed = stream / np.sqrt(np.mean(stream**2) + config.rms_norm_eps) * p["norm"]
     return p["head"] @ normed
 
 
 def sublayer_by_hand(
-    config: LlamaConfig, weights: Any, number: int, before: np.ndarray, stream: np.ndarray
+    config: LlamaConfig, layers: Any, number: int, before: np.ndarray, stream: np.ndarray
 ) -> np.ndarray:
     """A sublayer on `stream`, in place of the last of `before`, whose keys and values are those of `before`."""
     layer, is_mlp = divmod(number, 2)
-    p = reference.as_float64(weights["layers"][layer])
+    p = layers[layer]
     eps, hd, group = config.rms_norm_eps, config.head_dim, config.group_size
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
