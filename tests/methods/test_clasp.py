@@ -228,7 +228,7 @@ CHOICES = {
 @pytest.mark.representatives("attention-grows")
 @pytest.mark.parametrize("choice", CHOICES)
 def test_sublayers_and_lengths_are_those_of_the_slow_loop(choice):
-    """Rows differ in their weights, because their lengths do. Some paths are dropped on their way."""
+    """Rows differ in their weights, because their lengths do. With dear MLPs some paths are dropped on their way."""
     weights, (times, num_fitted, least) = params(CONFIG), CHOICES[choice]
     drafter = knapspec(times=times, num_fitted=num_fitted, least_cosine=least, num_draft_tokens=9)
     plans, lengths = choose(drafter, weights, cached(CONFIG, weights))
@@ -236,7 +236,8 @@ def test_sublayers_and_lengths_are_those_of_the_slow_loop(choice):
     assert plans.tolist() == [plan for plan, _, _ in expected]
     assert lengths.tolist() == [length for _, length, _ in expected]
     every = [slow_knapspec(drafter, weights, text, -np.inf)[2] for text in TEXTS]
-    assert [number for _, _, number in expected] < every
+    if choice == "dear-mlps":
+        assert [number for _, _, number in expected] < every
 
 
 def test_without_a_near_path_nothing_is_skipped():
