@@ -24,6 +24,7 @@ from jaxspec.drafting.clasp_drafter import CLaSpDrafter
 from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
 from jaxspec.drafting.draft_verify_drafter import DraftVerifyDrafter
 from jaxspec.drafting.grammar_drafter import GrammarDrafter
+from jaxspec.drafting.knapspec_drafter import KnapSpecDrafter, SublayerTimes
 from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.drafting.lookup import BREAK, LookupDrafter
 from jaxspec.drafting.ngram_drafter import NGramDrafter
@@ -304,6 +305,12 @@ def _draft_verify_static(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 
 def _clasp(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return CLaSpDrafter(config, 1, jnp.int32(2), rule, K), None
+
+
+def _knapspec(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
+    # With these times, the tests' prompts have different masks and lengths.
+    times = SublayerTimes(*map(jnp.float32, (3, 1, 0.3, 1)))
+    return KnapSpecDrafter(config, times, 1 + 3 * config.num_layers, 3, jnp.int32(2), rule, K), None
 
 
 def _layerskip(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
@@ -668,6 +675,8 @@ DRAFTERS: dict[str, Case] = {
     "asd": Case(_asd, ("asd",), "asd", DEEP),
     "clasp-vocab": over_some_tokens(_clasp, family="clasp", config=DEEP),
     "clasp": Case(_clasp, ("clasp",), "clasp", DEEP),
+    "knapspec-vocab": over_some_tokens(_knapspec, family="knapspec", config=DEEP),
+    "knapspec": Case(_knapspec, ("knapspec",), "knapspec", DEEP),
     "draft-verify-vocab": over_some_tokens(_draft_verify, family="draft-verify", config=DEEP),
     "draft-verify-static": Case(_draft_verify_static, family="draft-verify", config=DEEP),
     "draft-verify": Case(_draft_verify, ("draft-verify",), "draft-verify", DEEP),
@@ -713,6 +722,7 @@ DRAFTERS: dict[str, Case] = {
     "draft-window-s2d": with_window(_s2d),
     "draft-window-s2d-target": with_window(_s2d_target, DEEP),
     "draft-window-clasp": with_window(_clasp, DEEP),
+    "draft-window-knapspec": with_window(_knapspec, DEEP),
     "draft-window-asd": with_window(_asd, DEEP),
     "draft-window-pairs": with_window(_pairs),
     "draft-window-draft-model": with_window(_draft_model),

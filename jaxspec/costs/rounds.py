@@ -176,6 +176,8 @@ class DraftCost:
         () if every number is compiled.
       window: the cached tokens of a text that a draft token reads, if they are fewer than all; 0 for all. A shorter
         text has the same price.
+      choice: of a draft whose layers are chosen again as the text grows, the tokens of the pass that chooses them, and
+        the rounds between two choices. (0, 1) for other drafts.
 
     Examples:
       >>> costs = StepCosts("a device", "a model", "float32", 4, 100, ((1, 1, 10.0), (5, 1, 14.0)), 1, 4.0, 0.0)
@@ -193,13 +195,16 @@ class DraftCost:
     adapts: bool = False
     widths: tuple[int, ...] = ()
     window: int = 0
+    choice: tuple[int, int] = (0, 1)
 
     def draft_ms(self, costs: StepCosts, length: float, live: int | None = None, batch: int = 1) -> float:
         """Returns the time in milliseconds of the passes that draft `length` tokens per text, without a search."""
         if not self.layers or not length:
             return 0.0
         one = costs.step_ms(self.rows, self.layers, self.window or live, batch, self.heads)
-        return one if self.once else length * one
+        rows, rounds = self.choice
+        choice = costs.step_ms(rows, live=live, batch=batch) / rounds if rows else 0.0
+        return choice + (one if self.once else length * one)
 
     def round_ms(self, costs: StepCosts, length: float, live: int | None = None, batch: int = 1) -> float:
         """Returns the time in milliseconds of a round with `length` draft tokens per text; length 0 is a plain step."""

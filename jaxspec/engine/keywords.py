@@ -32,6 +32,7 @@ MethodName = Literal[
     "hybrid",
     "hydra",
     "kangaroo",
+    "knapspec",
     "layerskip",
     "medusa",
     "ngram",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxspec.methods.draft_verify import DraftVerify
     from jaxspec.methods.grammar import Grammar
     from jaxspec.methods.hybrid import Hybrid
+    from jaxspec.methods.knapspec import KnapSpec
     from jaxspec.methods.layerskip import LayerSkip
     from jaxspec.methods.ngram import NGram
     from jaxspec.methods.quantised import Quantised
@@ -61,6 +62,7 @@ __all__ = [
     "Hybrid",
     "Hydra",
     "Kangaroo",
+    "KnapSpec",
     "LayerSkip",
     "LoadedModel",
     "Medusa",

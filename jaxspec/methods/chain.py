@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -51,6 +51,7 @@ class ChainMethod(DraftingMethod):
 
     Class attributes:
       usual_rule: the default stop rule.
+      usual_gamma: the default γ0 of each rule that has one.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip
@@ -60,6 +61,7 @@ class ChainMethod(DraftingMethod):
     """
 
     usual_rule: ClassVar[ProbedName] = "constant"
+    usual_gamma: ClassVar[Mapping[str, float]] = _THRESHOLDS
 
     stop_rule: tuple[StopName, ...] = ()
     gamma: float | None = None
@@ -180,7 +182,7 @@ class ChainMethod(DraftingMethod):
 
         from jaxspec.stopping import AdaptiveGamma, FixedGamma
 
-        first = _THRESHOLDS[rule] if self.gamma is None else self.gamma
+        first = self.usual_gamma[rule] if self.gamma is None else self.gamma
         gamma = AdaptiveGamma(first) if self.adaptive_gamma else FixedGamma(first)
         typed: Gamma = jax.tree.map(jnp.float32, gamma)
         return typed

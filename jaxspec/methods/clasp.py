@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jaxspec.host.messages import shown
 from jaxspec.methods.base import layers_of, option
-from jaxspec.methods.chain import ModelMethod, StopName
+from jaxspec.methods.chain import StopName
+from jaxspec.methods.masked import RefreshingMethod
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from jaxspec.drafting.clasp_drafter import CLaSpDrafter
     from jaxspec.protocol import Drafter
 
-# Rounds are counted in int32.
-_MOST_ROUNDS = 2**31 - 1
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CLaSp(ModelMethod):
+class CLaSp(RefreshingMethod):
     """The model without the layers that changed the last token's hidden state least, chosen again every few rounds.
 
     Chen et al. 2025, dynamic programming over the residual streams of a verified token.
@@ -40,7 +37,6 @@ class CLaSp(ModelMethod):
     usual_rule: ClassVar[StopName] = "confidence"
 
     skip_layers: int | None = option(None, metavar="M")
-    refresh: int | None = option(None, metavar="ROUNDS")
 
     def build(self, target: LoadedModel, resources: Resources) -> tuple[Drafter, Any]:
         """Makes the drafter; its only possible parameter is a draft vocabulary."""
@@ -56,17 +52,17 @@ class CLaSp(ModelMethod):
             raise ValueError(
                 f"skip_layers is {count}, but the model has {depth} layers; give 1 to {depth - 1}"
             )
-        refresh = CLaSpDrafter.refresh if self.refresh is None else self.refresh
-        if not 1 <= refresh <= _MOST_ROUNDS:
-            raise ValueError(f"refresh is {shown(refresh)}; give 1 to {_MOST_ROUNDS}")
+        refresh = jnp.int32(CLaSpDrafter.refresh if self.refresh is None else self.refresh)
         rule, length = self.stopping()
-        drafter = CLaSpDrafter(self.read_by_draft(target.config), count, jnp.int32(refresh), rule, length)
+        drafter = CLaSpDrafter(self.read_by_draft(target.config), count, refresh, rule, length)
         return drafter, self.params(target, resources)
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
-        """Returns the cost of the kept layers without the choice; the text also runs through all layers."""
+        """Returns the cost of the kept layers and of the choices."""
         from jaxspec.costs.rounds import DraftCost
 
-        depth, skipped = target.config.num_layers, cast("CLaSpDrafter", drafter).num_skipped
-        layers = depth - skipped + layers_of(params, target)
-        return DraftCost(layers=layers, heads=params is None, absorb_layers=depth)
+        made = cast("CLaSpDrafter", drafter)
+        layers = target.config.num_layers - made.num_skipped + layers_of(params, target)
+        return DraftCost(
+            layers=layers, heads=params is None, choice=(made.num_skipped + 1, int(made.refresh))
+        )

@@ -1,11 +1,16 @@
-"""The common option of methods that skip sublayers by a mask."""
+"""The common options of methods that skip sublayers by a mask."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from jaxspec.host.messages import shown
+from jaxspec.methods.base import option
 from jaxspec.methods.chain import ModelMethod
 from jaxspec.methods.resources import Resources
+
+# Rounds are counted in int32.
+_MOST_ROUNDS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,3 +27,19 @@ class MaskedMethod(ModelMethod):
     def is_static(self, resources: Resources) -> bool:
         """Returns whether masks are compiled; by default on a GPU."""
         return resources.platform == "gpu" if self.static is None else self.static
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RefreshingMethod(ModelMethod):
+    """The base of methods that choose what a draft skips again as the text grows.
+
+    Attributes:
+      refresh: the number of rounds between choices.
+    """
+
+    refresh: int | None = option(None, metavar="ROUNDS")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.refresh is not None and not 1 <= self.refresh <= _MOST_ROUNDS:
+            raise ValueError(f"refresh is {shown(self.refresh)}; give 1 to {_MOST_ROUNDS}")

@@ -192,7 +192,7 @@ def test_log_probs_are_the_distribution_the_draft_was_drawn_from(combination):
 
 
 @pytest.mark.parametrize(
-    "drafter", ["draft-model", "asd", "clasp", "draft-verify", "layerskip", "s2d", "eagle"]
+    "drafter", ["draft-model", "asd", "clasp", "knapspec", "draft-verify", "layerskip", "s2d", "eagle"]
 )
 def test_a_greedy_draft_is_a_point_mass(drafter):
     """The reported distribution is not the softmax of the logits."""
@@ -371,6 +371,7 @@ SAMPLED = [
     tiny.Combination("draft-model", "any_of", "block"),
     tiny.Combination("asd", "product", "block"),
     tiny.Combination("clasp", "constant", "block"),
+    tiny.Combination("knapspec", "constant", "rejection"),
     tiny.Combination("draft-verify", "any_of", "rejection"),
     tiny.Combination("layerskip", "probe", "block"),
     tiny.Combination("s2d", "adaptive", "rejection"),

@@ -278,16 +278,19 @@ def test_the_draft_is_as_good_as_without_a_cache(name, rule):
     assert length.max() <= tiny.CAPACITY
 
 
-@pytest.mark.parametrize("name", ["s2d-target", "clasp", "asd", "layerskip", "s2d", "pairs", "draft-model"])
+@pytest.mark.parametrize(
+    "name", ["s2d-target", "clasp", "knapspec", "asd", "layerskip", "s2d", "pairs", "draft-model"]
+)
 def test_a_draft_reads_the_slots_of_its_window_only(name):
     """Committed keys outside of the window become NaN: no draft changes. One inside: nothing is drafted."""
     loop = tiny.loop(tiny.Combination(f"draft-window-{name}", "-", "greedy"))
     drafter, (sinks, last) = loop.parts.drafter, loop.parts.drafter.config.draft_window
-    if name == "clasp":  # a choice of layers reads all slots
+    chooses = name in ("clasp", "knapspec")
+    if chooses:  # a choice of layers reads all slots
         drafter = drafter.replace(refresh=jnp.int32(100))
     state, _ = loop.begin(([1, 2, 3, 4, 5, 6, 7, 8], [7, 1, 7, 1, 7, 1, 7, 1, 7, 2]), 8)
     own = state.drafter_state
-    if name == "clasp":
+    if chooses:
         own = own._replace(own=own.own._replace(rounds=own.own.rounds + 1))
     view = tiny.view(state)
 

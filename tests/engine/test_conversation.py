@@ -23,7 +23,7 @@ TURNS = ("ab", "cab ed", "dd")
 OPTIONS = {"max_new_tokens": 10, "ignore_eos": True}
 REPRESENTATIVES = ("autoregressive", "ngram", "layerskip", "draft-model", "eagle3", "hybrid")
 OTHERS = (
-    *("s2d", "eagle-tree", "clasp", "hybrid-eagle", "dflash", "dspark", "kangaroo"),
+    *("s2d", "eagle-tree", "clasp", "knapspec", "hybrid-eagle", "dflash", "dspark", "kangaroo"),
     *("suffix", "token-recycling", "hybrid-draft-model", "asd", "s2d-target", "medusa-tree"),
     *("hybrid-asd", "draft-model-pairs", "draft-verify", "s2d-vocab", "hydra", "eagle-vocab"),
 )

@@ -119,6 +119,7 @@ def test_what_does_not_fit_is_one_line(method, options, line):
 WINDOWED: dict[str, dict[str, Any]] = {
     "asd": {"alpha": 0.84, "every": 2, "keep_last": 0},
     "clasp": {},
+    "knapspec": {},
     "layerskip": {},
     "adaspeed": {},
     "quantised": {},

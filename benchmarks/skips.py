@@ -1,0 +1,108 @@
+"""Counts drafts that skip sublayers: `python -m benchmarks.skips --text FILE`.
+
+It prints a row for each method. The counts are sums over passages of the text, each continued greedily: tokens, rounds,
+draft tokens, choices of sublayers, and the layers that a draft token runs. A layer counts by the bytes of its weights
+and of the cache that it reads. The speed relative to plain decoding is that of a device where reading takes all time,
+with the interval of a bootstrap over the passages. There a pass takes the time of a step, and one with more than
+`--free-rows` tokens in proportion longer, which charges the choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxspec
+from jaxspec import LanguageModel
+from jaxspec.acceptance import GreedyAcceptor
+from jaxspec.cli.methods import made_of
+from jaxspec.decoding import Parts, Request
+from jaxspec.measuring.bench.speed import spread
+from jaxspec.methods import KnapSpec
+from jaxspec.methods.resources import Resources
+from jaxspec.programs.compiler_options import tracing
+from jaxspec.protocol import Weights
+from jaxspec.sampling import Greedy, seed_key
+from jaxspec.testing.loop import prefill, run_rounds
+
+
+def counts(lm: LanguageModel, run: str, passages: list[list[int]], count: int, free_rows: int) -> np.ndarray:
+    """Returns of each passage its tokens, rounds, draft tokens, choices, layers of its draft tokens, and steps."""
+    ((_, method),) = made_of(run, ()).items()
+    drafter, own = lm.drafter(method)
+    weights, parts = Weights(lm.params, own), Parts(drafter, GreedyAcceptor(), Greedy())
+    by_bytes: Any = KnapSpec().build(lm.loaded, Resources(lambda name: None, lm.encode))[0]
+    size = 1 << (len(passages[0]) + count + drafter.reach).bit_length()
+    cost = method.cost(lm.loaded, drafter, own)
+    rows, every = (0, 1) if cost is None else cost.choice
+    found = []
+    for passage in passages:
+        length = jnp.array([len(passage)])
+        tokens = jnp.pad(jnp.array([passage]), ((0, 0), (0, size - len(passage))))
+        request = Request(tokens, length, length + count, jnp.array([[-1, -1]]), seed_key(0)[None])
+        with tracing(weights):
+            state, _ = prefill(lm.config, weights, parts, request, chunk_size=256)
+            drafts = np.zeros(3)  # tokens, layers, time
+            while not state.done.all():
+                before = int(state.stats.num_draft_tokens[0])
+                args = lm.config, weights, parts, state, jnp.int32(1), jnp.zeros(1, bool)
+                state, _ = run_rounds(*args, window=size)
+                drafted = int(state.stats.num_draft_tokens[0]) - before
+                own_state = state.drafter_state.own
+                chosen = getattr(own_state, "plan", None)
+                plan = drafter.plans(state.drafter_state, ~state.done) if chosen is None else chosen
+                times = np.asarray(by_bytes.times.of(lm.config, state.length))[0]
+                ran = float((np.asarray(plan)[0].reshape(-1) * times).sum())
+                layers = lm.config.num_layers * ran / times.sum()
+                step = float(by_bytes.times.rest) + times.sum()
+                drafts += drafted * np.array([1, layers, (ran + float(by_bytes.times.rest)) / step])
+        rounds = int(state.stats.num_rounds[0])
+        choices = math.ceil(rounds / every) if rows else 0
+        steps = rounds + drafts[2] + choices * max(1, rows / free_rows)
+        found.append([int(state.length[0]) - len(passage) - 1, rounds, drafts[0], choices, drafts[1], steps])
+    return np.array(found)
+
+
+def main() -> None:
+    """Reads the arguments, counts and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--text", required=True, type=Path)
+    parser.add_argument(
+        "--run", action="append", required=True, help="a method and its options; several times"
+    )
+    parser.add_argument("--context", type=int, default=256, help="tokens of a passage")
+    parser.add_argument("--passages", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=48, help="tokens that are generated after each passage")
+    parser.add_argument("--free-rows", type=int, default=64)
+    given = parser.parse_args()
+    lm = jaxspec.load(given.model, dtype="float32")
+    text = given.text.read_text("utf-8", errors="replace")
+    # Passages begin at the starts of equal parts.
+    part = len(text) // given.passages
+    passages = [
+        lm.encode(text[at * part : at * part + 10 * given.context])[: given.context]
+        for at in range(given.passages)
+    ]
+    print(f"{lm.name}, passages of {given.context} tokens, {given.tokens} tokens each")
+    print("run | tokens a round | rounds | draft tokens | choices | layers of a draft token | × plain")
+    for run in given.run:
+        each = counts(lm, run, passages, given.tokens, given.free_rows)
+        tokens, rounds, drafted, choices, layers, _ = total = each.sum(axis=0)
+        drawn = np.random.default_rng(0).integers(len(each), size=(2000, len(each)))
+        sums = each[drawn].sum(axis=1)
+        _, limits = spread(np.append(total[0] / total[5], sums[:, 0] / sums[:, 5]))
+        low, high = limits or (math.nan, math.nan)
+        cells = (
+            f"{tokens / rounds:.2f} | {rounds:.0f} | {drafted:.0f} | {choices:.0f} | {layers / drafted:.1f}"
+        )
+        print(f"{run} | {cells} | {total[0] / total[5]:.2f} ({low:.2f}–{high:.2f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
