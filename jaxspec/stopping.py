@@ -206,10 +206,17 @@ class AdaptiveGamma:
         return GammaState(jnp.where(drafted, aim, gamma), jnp.where(drafted, moved, rate))
 
 
+@struct.dataclass
 class _Threshold(StopRule):
-    """The base of rules with a threshold γ. The state is (the state of γ, the compared log-probability float32[B])."""
+    """The base of rules with a threshold γ. The state is (the state of γ, the compared log-probability float32[B]).
+
+    Attributes:
+      gamma: a `FixedGamma` or an `AdaptiveGamma`.
+      estimate: the estimate of a token's acceptance probability.
+    """
 
     gamma: Gamma
+    estimate: Estimate = DraftProbability()
 
     def init(self, batch_size: int) -> State:
         """Returns the state of a new text: γ's initial state, and a product of 1."""
@@ -227,10 +234,6 @@ class _Threshold(StopRule):
 class ConfidenceBelow(_Threshold):
     """Stops after a token whose estimate is below γ; the token is kept (Draft & Verify, Zhang et al. 2023, §3.3).
 
-    Attributes:
-      gamma: a `FixedGamma` or an `AdaptiveGamma`.
-      estimate: the estimate of a token's acceptance probability.
-
     Examples:
       >>> rule = ConfidenceBelow(FixedGamma(0.6))
       >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
@@ -238,9 +241,6 @@ class ConfidenceBelow(_Threshold):
       >>> stopped.tolist()
       [True]
     """
-
-    gamma: Gamma
-    estimate: Estimate = DraftProbability()
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
         """Returns whether the token's estimate is below γ, bool[B], and the state."""
@@ -254,10 +254,6 @@ class ProductBelow(_Threshold):
     The product estimates the probability that the whole draft is accepted (AdaSPEED, §II.A, Algorithm 2). With a
     `Probe` as estimate this is AdaSPEED with linear probes (§II.B).
 
-    Attributes:
-      gamma: a `FixedGamma` or an `AdaptiveGamma`.
-      estimate: the estimate of a token's acceptance probability.
-
     Examples:
       >>> rule = ProductBelow(FixedGamma(0.2))
       >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
@@ -266,9 +262,6 @@ class ProductBelow(_Threshold):
       >>> bool(first[0]), bool(second[0])
       (False, True)
     """
-
-    gamma: Gamma
-    estimate: Estimate = DraftProbability()
 
     def stop(self, state: State, signal: Signal) -> tuple[jax.Array, State]:
         """Returns whether the product of the draft's estimates is below γ, bool[B], and the state."""

@@ -130,9 +130,9 @@ class Run(Generic[Options]):
     console: Console
     documents: tuple[Kinds, Kinds]
     resumed: bool
-    words: Tokenizer = dataclasses.field(init=False)
-    marks: bpe_tokenizer.Marks = dataclasses.field(init=False)
-    identity: dict[str, Any] = dataclasses.field(init=False)
+    words: Tokenizer = dataclasses.field(init=False, repr=False)
+    marks: bpe_tokenizer.Marks = dataclasses.field(init=False, repr=False)
+    identity: dict[str, Any] = dataclasses.field(init=False, repr=False)
 
     @property
     def directory(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -259,7 +260,7 @@ class JobOptions(RunOptions):
         """The vocabulary size, if a tokenizer is given."""
         return () if self.model.tokenizer is None else ("vocab_size",)
 
-    @property
+    @functools.cached_property
     def tokenizer_source(self) -> Path | None:
         """The tokenizer of the given model, or the given one."""
         return self.model.tokenizer if self.start == SCRATCH else find_model(self.start)

@@ -295,7 +295,7 @@ class Bench:
         Raises:
           ValueError: none fits.
         """
-        tasks = own_tasks(split, None, self.lm.directory)
+        tasks = own_tasks(split, self.lm.directory)
         if self.prompt_file:
             by_kind: dict[str, list[Any]] = {}
             for task in read_tasks(self.prompt_file):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ def run_command(
     work: Callable[[Options], int | None],
     argv: Sequence[str] | None = None,
     read: Read = parse_as,
-    names: Mapping[str, str] | None = None,
 ) -> int:
     """Reads the options of `python -m module`, or of the program in `CALLED`, then works with them.
 
@@ -33,12 +32,11 @@ def run_command(
       work: returns the exit status, or None for 0.
       argv: by default the arguments of the process.
       read: how the options are read.
-      names: further options by name of their parameter, for the translation of errors.
 
     Returns:
       the exit status, see `jaxspec.console.errors.Guard`.
     """
     given = sys.argv[1:] if argv is None else argv
     called = CALLED.get()
-    guard = Guard(called or module, lambda: dict(names or {}) | option_names(options))
+    guard = Guard(called or module, lambda: option_names(options))
     return guard(lambda: work(read(options, given, called or f"python -m {module}")) or 0)

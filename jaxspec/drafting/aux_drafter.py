@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.typing import DTypeLike
 
 from jaxspec.drafting.chain_drafter import ChainDrafter, ChainState
@@ -17,8 +18,9 @@ from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import narrowest
 from jaxspec.model.llama import AuxLayer, Params
 from jaxspec.model.tree import Tree
-from jaxspec.protocol import Outcome, Prefill, Proposal, State, View, Weights
+from jaxspec.protocol import Outcome, Prefill, Proposal, State, StopRule, View, Weights
 from jaxspec.sampling import Distribution
+from jaxspec.stopping import Constant
 
 Carry = TypeVar("Carry")
 
@@ -81,14 +83,23 @@ class AuxDrafter(ChainDrafter):
         return super().observe(params, state._replace(own=own), outcome)
 
 
+@struct.dataclass
 class TreeDrafter(ChainDrafter):
-    """A base for drafters of a chain, or of a tree of top-k or drawn tokens.
+    """A base for drafters with a head that drafts a chain, or a tree of top-k or drawn tokens.
 
     Attributes:
-      tree: the size or the shape of the tree, of depth K, which no stop rule shortens; None for a chain.
+      config: the target's configuration.
+      head: the head's configuration.
+      rule: when to stop before K tokens; not used with a tree.
+      num_draft_tokens: K.
+      tree: the size or the shape of the tree, of depth K; None for a chain.
     """
 
-    tree: Dynamic | Drawn | None = None
+    config: LlamaConfig = struct.field(pytree_node=False)
+    head: Any = struct.field(pytree_node=False)
+    rule: StopRule = Constant()
+    num_draft_tokens: int = struct.field(pytree_node=False, default=5)
+    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     @property
     def drafts_trees(self) -> bool:

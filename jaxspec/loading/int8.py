@@ -60,16 +60,14 @@ def warn_if_slower(device: jax.Device) -> None:
         )
 
 
-def with_activations(
-    config: LlamaConfig, params: Params, tokenizer: Tokenizer | None = None, count: int = NUM_OUTLIERS
-) -> Params:
-    """Returns int8 parameters whose products round activations to int8, except `count` channels; see `for_device`."""
+def with_activations(config: LlamaConfig, params: Params, tokenizer: Tokenizer | None = None) -> Params:
+    """Returns int8 parameters whose products round activations to int8, except outliers; see `for_device`."""
     length = min(CALIBRATION_TOKENS, config.max_position_embeddings or CALIBRATION_TOKENS)
     if tokenizer is None:
         ids = np.random.default_rng(0).integers(0, config.vocab_size, length)
     else:
         ids = np.resize(tokenizer.encode(CALIBRATION), length)
-    return calibrated(config, params, jnp.asarray(ids, jnp.int32), count)
+    return calibrated(config, params, jnp.asarray(ids, jnp.int32), NUM_OUTLIERS)
 
 
 @functools.cache

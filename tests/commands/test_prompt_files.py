@@ -68,9 +68,7 @@ def test_those_of_a_model(tmp_path):
     (tmp_path / prompts.NAME).write_text(json.dumps(content))
     found = own_tasks(directory=tmp_path)
     assert [(task.id, task.turns[0]) for task in found] == [("sums/1", "b"), ("sums/2", "c"), ("code/1", "d")]
-    assert [task.id for task in own_tasks("reporting", ["code"], tmp_path)] == ["code/1"]
-    with refused("own prompts are sums, but code is needed; choose another"):
-        own_tasks("tuning", ["code"], tmp_path)
+    assert [task.id for task in own_tasks("tuning", tmp_path)] == ["sums/1"]
 
 
 @pytest.mark.parametrize(

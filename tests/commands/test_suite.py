@@ -528,23 +528,3 @@ def test_wrong_use_is_one_line(run, model, words, message):
     status, _, err = run("--model", model, *shlex.split(words))
     assert (status, err.count("\n")) == (2, 1), err
     assert err.startswith("jaxspec: error: " + message)
-
-
-# Peers
-
-
-def test_peers_take_part_in_the_turns():
-    lm = Fake()
-    asked = []
-
-    def peer(prompt, seed):
-        asked.append((len(lm.calls), seed))
-        return result([5, 6, 7, 8, 9], 16.0)
-
-    options, peers = SuiteOptions(repeats=2, max_new_tokens=5), {"transformers": peer}
-    made = Suite(lm, TASKS[:1], {"ngram": methods.NGram()}, options, distribution=GREEDY, peers=peers)
-    made.measure()
-    assert asked == [(2, 0), (4, 0), (6, 0), (6, 1)]
-    assert report(lm, made)["runs"]["transformers"]["all"]["speedup"] == pytest.approx(0.5)
-    with refused("batch is 2, but peers generate one prompt at a time; give 1"):
-        Suite(lm, TASKS, {}, SuiteOptions(batch=2), distribution=GREEDY, peers=peers)

@@ -106,7 +106,7 @@ class Options(RunOptions):
         """How a head of this kind is made."""
         return KINDS[self.kind]
 
-    @property
+    @functools.cached_property
     def tokenizer_source(self) -> Path:
         """The directory or GGUF file of the target."""
         return find_model(self.target)

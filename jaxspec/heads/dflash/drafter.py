@@ -8,15 +8,12 @@ from flax import struct
 
 from jaxspec.drafting.aux_drafter import AuxDrafter, ParallelDrafter, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.dflash import network
 from jaxspec.heads.dflash.network import DFlashConfig
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
-from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Proposal, StopRule, View, Weights
+from jaxspec.protocol import Proposal, View, Weights
 from jaxspec.sampling import Distribution
-from jaxspec.stopping import Constant
 
 
 @struct.dataclass
@@ -27,20 +24,10 @@ class DFlashDrafter(ParallelDrafter, AuxDrafter):
     block follow them until verification overwrites them.
 
     `params.drafter` are the head's parameters.
-
-    Attributes:
-      config: the target's configuration.
-      head: the head's configuration.
-      rule: when to stop before K tokens.
-      num_draft_tokens: K, at most the head's `longest`.
-      tree: the size or the shape of a draft tree of depth K; None for a chain.
     """
 
-    config: LlamaConfig = struct.field(pytree_node=False)
     head: DFlashConfig = struct.field(pytree_node=False)
-    rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=15)
-    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> KVCache:
         """Returns the head's cache before prompts of length int32[B]: empty."""

@@ -11,17 +11,14 @@ from flax import struct
 
 from jaxspec.drafting.aux_drafter import AuxTreeDrafter, ParallelDrafter, latest, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.eagle import network
 from jaxspec.heads.eagle.network import EagleConfig
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
-from jaxspec.model.config import LlamaConfig
 from jaxspec.model.control import once
 from jaxspec.model.tree import Tree, along
-from jaxspec.protocol import Proposal, StopRule, View, Weights
+from jaxspec.protocol import Proposal, View, Weights
 from jaxspec.sampling import Distribution
-from jaxspec.stopping import Constant
 
 
 class Absorbed(NamedTuple):
@@ -46,20 +43,9 @@ class EagleDrafter(ParallelDrafter, AuxTreeDrafter):
     round before. With a head of P-EAGLE one pass over K − 1 pairs of masks takes their place.
 
     `params.drafter` are the head's parameters.
-
-    Attributes:
-      config: the target's configuration.
-      head: the head's configuration.
-      rule: when to stop before K tokens; not used with a tree.
-      num_draft_tokens: K.
-      tree: the size or the shape of a draft tree of depth K; None for a chain.
     """
 
-    config: LlamaConfig = struct.field(pytree_node=False)
     head: EagleConfig = struct.field(pytree_node=False)
-    rule: StopRule = Constant()
-    num_draft_tokens: int = struct.field(pytree_node=False, default=5)
-    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     @property
     def reach(self) -> int:

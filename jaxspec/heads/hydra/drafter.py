@@ -11,16 +11,13 @@ from flax import struct
 
 from jaxspec.drafting.aux_drafter import AuxTreeDrafter, latest, own_cache
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.hydra import network
 from jaxspec.heads.hydra.network import HydraConfig
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
-from jaxspec.model.config import LlamaConfig
 from jaxspec.model.tree import Tree, along
-from jaxspec.protocol import Proposal, StopRule, View, Weights
+from jaxspec.protocol import Proposal, View, Weights
 from jaxspec.sampling import Distribution
-from jaxspec.stopping import Constant
 
 
 class Absorbed(NamedTuple):
@@ -40,20 +37,10 @@ class HydraDrafter(AuxTreeDrafter):
     """Drafts token i of the round, or level i of a tree, with head i, given the draft tokens before it.
 
     `params.drafter` are the parameters of at least the first K heads.
-
-    Attributes:
-      config: the target's configuration.
-      head: the heads' configuration.
-      rule: when to stop before K tokens.
-      num_draft_tokens: K, at most the number of heads.
-      tree: the size or the shape of a draft tree of depth K; None for a chain.
     """
 
-    config: LlamaConfig = struct.field(pytree_node=False)
     head: HydraConfig = struct.field(pytree_node=False)
-    rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=4)
-    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> Absorbed:
         """Returns the empty state before prompts of length int32[B]."""

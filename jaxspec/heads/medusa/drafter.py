@@ -8,15 +8,12 @@ from flax import struct
 
 from jaxspec.drafting.aux_drafter import AuxDrafter, ParallelDrafter, latest
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.tree_drafter import Drawn, Dynamic
 from jaxspec.heads.medusa import network
 from jaxspec.heads.medusa.network import MedusaConfig
 from jaxspec.model import llama
 from jaxspec.model.cache import KVCache
-from jaxspec.model.config import LlamaConfig
-from jaxspec.protocol import Proposal, StopRule, View, Weights
+from jaxspec.protocol import Proposal, View, Weights
 from jaxspec.sampling import Distribution
-from jaxspec.stopping import Constant
 
 
 @struct.dataclass
@@ -28,20 +25,9 @@ class MedusaDrafter(ParallelDrafter, AuxDrafter):
     tree is a fixed set of ranks, the same in all rounds.)
 
     `params.drafter` are the parameters of at least the first K heads.
-
-    Attributes:
-      config: the target's configuration.
-      head: the heads' configuration.
-      rule: when to stop before K tokens.
-      num_draft_tokens: K, at most the number of heads.
-      tree: the size or the shape of a draft tree of depth K; None for a chain.
     """
 
-    config: LlamaConfig = struct.field(pytree_node=False)
     head: MedusaConfig = struct.field(pytree_node=False)
-    rule: StopRule = Constant()
-    num_draft_tokens: int = struct.field(pytree_node=False, default=5)
-    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def begin(self, params: Weights, length: jax.Array, capacity: int, merged: bool) -> jax.Array:
         """Returns the empty state [B, D] before prompts of length int32[B]."""

@@ -10,15 +10,13 @@ from flax import struct
 
 from jaxspec.drafting.aux_drafter import ParallelDrafter
 from jaxspec.drafting.chain_drafter import ChainState
-from jaxspec.drafting.tree_drafter import Drawn, Dynamic
+from jaxspec.drafting.tree_drafter import Dynamic
 from jaxspec.heads.uno import network
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.model.cache import KVCache
-from jaxspec.model.config import LlamaConfig
 from jaxspec.model.tree import Shape
-from jaxspec.protocol import Beside, Drafter, Outcome, Prefill, Proposal, StopRule, View, Weights
+from jaxspec.protocol import Beside, Drafter, Outcome, Prefill, Proposal, View, Weights
 from jaxspec.sampling import Distribution
-from jaxspec.stopping import Constant
 
 # The log-probability at the root of a tree of tokens that the target never chooses.
 _NEVER = -1e30
@@ -33,20 +31,10 @@ class UnoDrafter(ParallelDrafter):
     verification overwrites them.
 
     `params.drafter` are the adapters.
-
-    Attributes:
-      config: the target's configuration.
-      head: the adapters' configuration.
-      rule: when to stop before K tokens.
-      num_draft_tokens: K.
-      tree: the size or the shape of a draft tree of depth K; None for a chain.
     """
 
-    config: LlamaConfig = struct.field(pytree_node=False)
     head: UnoConfig = struct.field(pytree_node=False)
-    rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=8)
-    tree: Dynamic | Drawn | None = struct.field(pytree_node=False, default=None)
 
     def propose(
         self, keys: jax.Array, params: Weights, state: ChainState, view: View, distribution: Distribution
@@ -80,17 +68,9 @@ class UnoSinglePassDrafter(ParallelDrafter):
     the pending token, and the first is not certain to be accepted.
 
     `params.drafter` are the adapters. The state's `own` are the hidden states [B, K, D] of the next draft.
-
-    Attributes:
-      config: the target's configuration.
-      head: the adapters' configuration.
-      rule: when to stop before K tokens.
-      num_draft_tokens: K.
     """
 
-    config: LlamaConfig = struct.field(pytree_node=False)
     head: UnoConfig = struct.field(pytree_node=False)
-    rule: StopRule = Constant()
     num_draft_tokens: int = struct.field(pytree_node=False, default=8)
 
     @property

@@ -14,7 +14,7 @@ import jax
 from jaxspec.costs.rounds import StepCosts
 from jaxspec.host.messages import shown
 from jaxspec.host.processor import processor
-from jaxspec.host.user_cache import keep, kept
+from jaxspec.host.user_cache import kept
 from jaxspec.io.methods.method_files import identity
 from jaxspec.io.records import record
 from jaxspec.model.config import LlamaConfig
@@ -59,11 +59,6 @@ def key(device_kind: str, platform: str, config: LlamaConfig, dtype: str) -> dic
         found["processor"], found["cores"], _ = processor()
     given: dict[str, Any] = json.loads(json.dumps(found))
     return given
-
-
-def write_step_costs(key: dict[str, Any], costs: StepCosts) -> None:
-    """Keeps costs, see `user_cache.keep`."""
-    keep("costs", key, dataclasses.asdict(costs))
 
 
 def read_step_costs(key: dict[str, Any]) -> StepCosts | None:

@@ -90,35 +90,23 @@ class Task:
         return final_number(text.split("\nQuestion:")[0]) == self.answer
 
 
-def own_tasks(
-    split: prompts.Split = "reporting", kinds: Sequence[str] | None = None, directory: Path | None = None
-) -> list[Task]:
+def own_tasks(split: prompts.Split = "reporting", directory: Path | None = None) -> list[Task]:
     """The default prompts: those in a model's directory, otherwise the project's; see `prompts.load`.
 
     Args:
       split: prompts for tuning or for reporting.
-      kinds: kinds of work; None for all.
       directory: directory of the model.
 
     Raises:
-      ValueError: the model's prompts lack a kind, or an error of `prompts.load`.
+      ValueError: an error of `prompts.load`.
 
     Examples:
       >>> own_tasks()[0].id
       'stories/1'
-      >>> {task.category for task in own_tasks("tuning", ["code"])}
-      {'code'}
     """
-    known = prompts.load(split, directory)
-    absent = set(kinds or ()) - set(known)
-    if absent:
-        raise ValueError(
-            f"the model's own prompts are {', '.join(known)}, but {min(absent)} is needed; choose another model"
-        )
     return [
         Task(f"{kind}/{number}", kind, (text,))
-        for kind, texts in known.items()
-        if kinds is None or kind in kinds
+        for kind, texts in prompts.load(split, directory).items()
         for number, text in enumerate(texts, 1)
     ]
 

@@ -57,7 +57,6 @@ def tokens_per_second(taken: Taken) -> float | None:
 def speed_ratio(
     taken: Taken,
     others: Taken,
-    resamples: int = 2000,
     *,
     groups: Sequence[Any] | None = None,
     kinds: Sequence[Any] | None = None,
@@ -67,7 +66,6 @@ def speed_ratio(
     Args:
       taken: the texts by prompt and turn.
       others: the texts of the other run, on the same prompts in the same turns.
-      resamples: draws of the bootstrap.
       groups: group of each prompt; prompts of one group, such as the turns of a conversation, are one unit of the
         bootstrap. None if each prompt is its own unit.
       kinds: kind of work of each prompt, see `weights`. None for one kind.
@@ -75,32 +73,6 @@ def speed_ratio(
     Returns:
       The ratio, and its 95 % interval by the bootstrap over the prompts of each kind and over the turns; None if a
       speed is not defined. With one turn, the interval does not cover the noise of the timing.
-
-    Raises:
-      ValueError: the runs differ in their prompts or turns.
-    """
-    return spread(drawn_ratios(taken, others, resamples, groups=groups, kinds=kinds))
-
-
-def drawn_ratios(
-    taken: Taken,
-    others: Taken,
-    resamples: int = 2000,
-    *,
-    groups: Sequence[Any] | None = None,
-    kinds: Sequence[Any] | None = None,
-) -> np.ndarray:
-    """The ratio of two speeds on all prompts and on each draw of the bootstrap; `speed_ratio` is its summary.
-
-    The draws depend only on the sequence of kinds. Ratios of several models on the same prompts can therefore be added
-    or divided draw by draw before `spread` computes an interval.
-
-    Args:
-      taken, others, resamples, groups, kinds: see `speed_ratio`.
-
-    Returns:
-      float64[1 + resamples]: the ratio on all prompts, then on each draw with replacement; NaN if a speed is not
-      defined.
 
     Raises:
       ValueError: the runs differ in their prompts or turns.
@@ -115,7 +87,7 @@ def drawn_ratios(
             frozenset(kind for kind, group_of in zip(kinds, groups, strict=True) if group_of == group)
             for group in dict.fromkeys(groups)
         ]
-    return _drawn(mine, other, kinds, resamples)
+    return spread(_drawn(mine, other, kinds))
 
 
 def spread(drawn: np.ndarray) -> tuple[float | None, tuple[float, float] | None]:
@@ -172,9 +144,9 @@ def weights(kinds: Sequence[Any], resamples: int = 2000) -> np.ndarray:
     return every
 
 
-def _drawn(mine: np.ndarray, other: np.ndarray, kinds: Sequence[Any], resamples: int) -> np.ndarray:
-    """float64[1 + resamples], see `drawn_ratios`."""
-    weighted = weights(kinds, resamples)
+def _drawn(mine: np.ndarray, other: np.ndarray, kinds: Sequence[Any]) -> np.ndarray:
+    """Returns the ratio of two speeds on all prompts, then on each draw of the bootstrap; NaN if it is not defined."""
+    weighted = weights(kinds)
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.filterwarnings("ignore", "All-NaN slice")
         (tokens, ms), (other_tokens, other_ms) = (
@@ -182,7 +154,7 @@ def _drawn(mine: np.ndarray, other: np.ndarray, kinds: Sequence[Any], resamples:
         )
         ratios = np.where(tokens * other_tokens > 0, (tokens / ms) / (other_tokens / other_ms), np.nan)
         # Turns are drawn too, so that the noise of the clock is part of the interval.
-        turns = np.tile(np.arange(ratios.shape[1]), (1 + resamples, 1))
+        turns = np.tile(np.arange(ratios.shape[1]), (len(ratios), 1))
         turns[1:] = np.random.default_rng(1).integers(turns.shape[1], size=turns[1:].shape)
         typical: np.ndarray = np.nanmedian(np.take_along_axis(ratios, turns, axis=1), axis=1)
     return typical

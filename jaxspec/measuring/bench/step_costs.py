@@ -23,6 +23,7 @@ from jaxspec.engine.language_model import LanguageModel
 from jaxspec.host import processes
 from jaxspec.host.files import written_here
 from jaxspec.host.progress import OnProgress, shows_progress
+from jaxspec.host.user_cache import keep
 from jaxspec.io.methods import cost_files
 from jaxspec.measuring.bench.steps import LIVE, LookupSteps, Steps, SubmodelSteps
 from jaxspec.measuring.bench.timing import interleaved
@@ -134,7 +135,7 @@ def remembered_step_costs(
         return dataclasses.replace(found, model=lm.name), False
     costs = step_costs(lm, on_progress=on_progress)
     if written_here():
-        cost_files.write_step_costs(key, costs)
+        keep("costs", key, dataclasses.asdict(costs))
     return costs, True
 
 

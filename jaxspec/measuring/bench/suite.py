@@ -36,8 +36,6 @@ FORMAT = "jaxspec.bench/1"
 # Arrays of at most this size are hashed completely. For a larger array, only a part of the first row and of the last
 # row is hashed.
 _SAMPLED = 4096
-# Another implementation, such as transformers: (token ids of one prompt, seed) → the text.
-Peer = Callable[[Sequence[int], int], Result]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +133,6 @@ class Suite:
       options: see `SuiteOptions`.
       distribution: the sampling distribution: temperature, top_k, top_p and min_p.
       seed: the seed of the first repeat.
-      peers: other implementations, such as transformers, by the name of the run.
-      models: language models that the peers use. A turn in which one of them or `lm` compiles is repeated.
 
     Attributes:
       records: the records so far.
@@ -158,16 +154,10 @@ class Suite:
         *,
         distribution: Mapping[str, float],
         seed: int = 0,
-        peers: Mapping[str, Peer] | None = None,
-        models: Sequence[LanguageModel] = (),
     ) -> None:
-        self._models = [lm, *models]
         self._lm, self._options, self._seed = lm, options, seed
         self._distribution: dict[str, Any] = dict(distribution)
         self._methods: dict[str, Method] = {BASELINE: registry.find(BASELINE)(), **methods}
-        self._peers = dict(peers or {})
-        if self._peers and options.batch > 1:
-            raise ValueError(f"batch is {options.batch}, but peers generate one prompt at a time; give 1")
         self._log: LineLog | None = None
         self._answers: dict[str, list[str]] = {}
         self._made: dict[str, str] = {}
@@ -181,7 +171,7 @@ class Suite:
     @property
     def runs(self) -> list[str]:
         """The names of all runs, plain decoding first."""
-        return [*self._methods, *self._peers]
+        return [*self._methods]
 
     @property
     def sampling(self) -> bool:
@@ -203,7 +193,6 @@ class Suite:
             # A hash of each drafter. It detects changes of files that a method loads by default, such as a draft, plan,
             # thresholds or probe.
             "drafts": self._made,
-            "peers": list(self._peers),
             "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],
             **dataclasses.asdict(self._options),
             **self._distribution,
@@ -242,21 +231,20 @@ class Suite:
         done = {(record.batch, record.turn) for record in self.records}
         todo = [unit for unit in self.units if (unit.batch, unit.turn) not in done]
         runs = {name: self._by(name, method) for name, method in self._methods.items()}
-        runs |= {name: self._by_peer(peer) for name, peer in self._peers.items()}
         warm = False
         # `auto` may use any of its programs in any text. Run each of them before the measurement, because the first run
         # of a program takes longer.
-        changing = {name: run for name, run in runs.items() if isinstance(self._methods.get(name), Auto)}
+        changing = {name: run for name, run in runs.items() if isinstance(self._methods[name], Auto)}
         if changing:
             first = [prompts for unit in todo if not unit.turn and (prompts := self._prompts(unit))]
-            warm_up(self._models, changing, first, on_progress)
+            warm_up([self._lm], changing, first, on_progress)
         for unit in todo:
             prompts = self._prompts(unit)
             if not prompts:
                 continue
             # Measure one unit per call, because a later turn contains the answers to earlier ones.
             (taken,) = measure_runs(
-                self._models,
+                [self._lm],
                 dict(reversed(runs.items())) if unit.batch % 2 else runs,
                 [prompts],
                 self._options.repeats,
@@ -327,9 +315,6 @@ class Suite:
             return None
         ended = [record.texts[-1].gamma for record in self.records if record.run == run]
         return ended[-1] if ended else None
-
-    def _by_peer(self, peer: Peer) -> Callable[[dict[str, list[int]], int], list[Result]]:
-        return lambda prompts, turn: [peer(prompt, self._seed + turn) for prompt in prompts.values()]
 
     def _records(
         self, unit: Unit, prompts: Mapping[str, list[int]], run: str, taken: Mapping[str, list[list[Result]]]

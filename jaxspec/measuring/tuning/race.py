@@ -61,10 +61,6 @@ class Race(Generic[Candidate]):
             if not self._once:
                 raise
 
-    def turns(self, candidate: Candidate) -> list[Turn]:
-        """The turns of a candidate in the second heat, otherwise in the first; [] if it was not measured."""
-        return self._again.get(candidate) or self._once.get(candidate) or []
-
     def results(self) -> list[dict[str, Any]]:
         """Rows of the report: those of the second heat, then the others, each the best first."""
         single = {one: turns for one, turns in self._once.items() if one not in self._again}

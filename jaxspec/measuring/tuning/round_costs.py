@@ -43,21 +43,18 @@ class Costs:
 
 
 @shows_progress
-def measure_costs(
-    lm: LanguageModel, *, repeats: int = 15, on_progress: OnProgress = lambda step: None
-) -> Costs:
+def measure_costs(lm: LanguageModel, *, on_progress: OnProgress = lambda step: None) -> Costs:
     """Returns the costs of rounds of one text, from the remembered costs of steps and the times of the two sublayers.
 
     A layer's time comes from `step_costs`; attention and MLP have the shares that `sublayer_ms` measures.
 
     Args:
       lm: the model.
-      repeats: turns of the timing of the sublayers.
       on_progress: called before each step of the work.
     """
     costs, _ = remembered_step_costs(lm, on_progress=on_progress)
     on_progress("timing attention and MLP")
-    times = sublayer_ms(lm, costs.live, repeats)
+    times = sublayer_ms(lm, costs.live)
     rest_ms = costs.step_ms(layers=0)
     layer_ms, both_ms = costs.step_ms(layers=1) - rest_ms, sum(times.values()) or 1.0
     attention_ms, mlp_ms = (layer_ms * times[name] / both_ms for name in SUBLAYERS)
