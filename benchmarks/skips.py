@@ -24,7 +24,6 @@ from jaxspec.cli.methods import made_of
 from jaxspec.decoding import Parts, Request
 from jaxspec.measuring.bench.speed import spread
 from jaxspec.methods import KnapSpec
-from jaxspec.methods.resources import Resources
 from jaxspec.programs.compiler_options import tracing
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, seed_key
@@ -33,10 +32,10 @@ from jaxspec.testing.loop import prefill, run_rounds
 
 def counts(lm: LanguageModel, run: str, passages: list[list[int]], count: int, free_rows: int) -> np.ndarray:
     """Returns of each passage its tokens, rounds, draft tokens, choices, layers of its draft tokens, and steps."""
-    ((_, method),) = made_of(run, ()).items()
+    ((_, method),) = (made_of(run, ()) or {}).items()
     drafter, own = lm.drafter(method)
     weights, parts = Weights(lm.params, own), Parts(drafter, GreedyAcceptor(), Greedy())
-    by_bytes: Any = KnapSpec().build(lm.loaded, Resources(lambda name: None, lm.encode))[0]
+    by_bytes: Any = lm.drafter(KnapSpec())[0]
     size = 1 << (len(passages[0]) + count + drafter.reach).bit_length()
     cost = method.cost(lm.loaded, drafter, own)
     rows, every = (0, 1) if cost is None else cost.choice

@@ -184,7 +184,8 @@ class KnapsackDrafter(MaskedDrafter):
         due = live & (own.rounds % self.refresh == 0)
 
         def choose(chosen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return keep_rows(due, self.choose(params, view), chosen)
+            kept: tuple[jax.Array, jax.Array] = keep_rows(due, self.choose(params, view), chosen)
+            return kept
 
         # Most rounds skip the choice, which costs as much as a verification.
         plan, length = once(jnp.any(due), choose, (own.plan, own.length))

@@ -81,7 +81,6 @@ class KnapSpec(RefreshingMethod):
     @staticmethod
     def _times(target: LoadedModel, resources: Resources) -> SublayerTimes:
         """Returns the measured times of sublayers, or the bytes that they read relative to those of a step."""
-        import jax
         import jax.numpy as jnp
 
         from jaxspec.drafting.knapspec_drafter import SublayerTimes
@@ -95,11 +94,12 @@ class KnapSpec(RefreshingMethod):
         rest = costs.step_ms(layers=0, live=0)
         layer = max(costs.step_ms(layers=1, live=0) - rest, 1e-6)  # measured times are noisy
         attention, mlp = (size_of(params["layers"][0][name]) for name in ("attention", "mlp"))
-        times = (
-            *(layer * mlp / (attention + mlp), layer * attention / (attention + mlp)),
-            *(costs.live_token_ms / config.num_layers, rest),
+        return SublayerTimes(
+            mlp=jnp.float32(layer * mlp / (attention + mlp)),
+            attention=jnp.float32(layer * attention / (attention + mlp)),
+            cached=jnp.float32(costs.live_token_ms / config.num_layers),
+            rest=jnp.float32(rest),
         )
-        return jax.tree.map(jnp.float32, SublayerTimes(*times))
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost:
         """Returns the cost of half of the layers, the fewest that a choice leaves, and of the choices."""
