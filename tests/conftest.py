@@ -152,9 +152,11 @@ def _forget_programs():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_programs():
-    """Frees the programs of a file's tests."""
+def forget_programs(request):
+    """Frees the programs of a file's tests, with those in its EXECUTABLES, which its models share."""
     yield
+    if shared := getattr(request.module, "EXECUTABLES", None):
+        request.module.EXECUTABLES = type(shared)()
     _forget_programs()
 
 

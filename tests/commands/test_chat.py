@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -42,9 +43,14 @@ def run(capsys, model, template, monkeypatch):
     return chat
 
 
+@functools.cache
+def loaded(model, template) -> jaxspec.LanguageModel:
+    return jaxspec.load(model, chat_template=template, device="cpu")
+
+
 def answers(model, template, *texts: str, system: str | None = None, **options) -> str:
     """Returns the answers of fresh texts, each with a line end."""
-    lm = jaxspec.load(model, chat_template=template, device="cpu")
+    lm = loaded(model, template)
     messages = [] if system is None else [{"role": "system", "content": system}]
     written = ""
     for text in texts:
@@ -105,32 +111,23 @@ def test_settings_another_answer_and_a_file(run, model, template, tmp_path):
     assert "a.json exists; give another file" in message
 
 
-# Each takes a process that renders the template; other rows have the same kind of error.
-ALIKE = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("/stat", "unknown command '/stat'; perhaps you meant /stats; /help lists the commands"),
-        pytest.param("/seed", "unknown command '/seed'; /help lists the commands", marks=ALIKE),
         ("/set temperatur 1", "unknown option --temperatur; perhaps you meant --temperature\n"),
         ("/set temperature -1", "temperature is -1"),
-        pytest.param("/set max-new-tokens 0", "max-new-tokens is 0", marks=ALIKE),
-        pytest.param("/set model small", "unknown option --model", marks=ALIKE),
         ("/retry", "no message to answer again"),
-        pytest.param("/save", "no file; give /save FILE", marks=ALIKE),
         ("/load nowhere.json", "nowhere.json"),
         ('"""a\nb', 'a message begins with """ and does not end with it'),
-        pytest.param("/method", "no method; give a name", marks=ALIKE),
         ("/method ngrm", "unknown method 'ngrm'; perhaps you meant ngram"),
         ("/method ngram --exit-layer 3", "--exit-layer"),
-        pytest.param("/method layerskip --exit-layer 9", "exit", marks=ALIKE),
         (b"\xff", "standard input is not text in UTF-8"),
         ("x " * 600, "the model's context is 512"),
     ],
 )
-def test_a_wrong_line_of_a_pipe_is_one_error(run, line, message):
+def test_a_wrong_line_of_a_pipe_is_one_error(run, monkeypatch, line, message):
+    monkeypatch.setattr(Conversation, "warm_up", lambda self: None)  # no line is answered
     assert message in one_error(lambda given: run(given), line)
 
 
@@ -220,7 +217,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_command(run, model, template, monkey
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("jaxspec.cli.chat._is_terminal", lambda stream: True)
     status, out, err = run("")
-    lm = jaxspec.load(model, chat_template=template, device="cpu")
+    lm = loaded(model, template)
     roles = zip(("user", "assistant", "user"), ("Once", *said, "upon"), strict=True)
     second = lm.generate(messages=[{"role": role, "content": text} for role, text in roles], **OPTIONS).text
     assert (status, out) == (0, f"{said[0]}\n{second}\n\n")

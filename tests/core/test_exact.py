@@ -303,21 +303,6 @@ def test_every_method_writes_the_bits_of_plain_decoding(form, drafter):
     check_method(form, drafter)
 
 
-@pytest.mark.slow
-def test_the_engine_gives_equal_texts_with_every_method_and_batch():
-    lm = tiny.language_model()
-    options = {"exact": True, "logprobs": True, "max_new_tokens": 14}
-    prompts = ["ab", "cd e", "a"]
-    plain = [lm.generate(prompt, method="autoregressive", **options) for prompt in prompts]
-    for method in ("ngram", "token-recycling", "draft-exit"):
-        for results in (lm.generate(prompts, **tiny.options(method), **options), plain):
-            for one, other in zip(results, plain, strict=True):
-                assert one.tokens == other.tokens
-                assert [token.log_prob for token in one.token_records] == [
-                    token.log_prob for token in other.token_records
-                ]
-
-
 @pytest.mark.full
 def test_the_check_of_the_machine_fails_if_rows_depend_on_each_other(monkeypatch):
     model = LoadedModel(tiny.TARGET, tiny.params(), "tiny").exact

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import types
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jaxspec.model.numerics import linear
 from jaxspec.model.quantisation import is_quantised, quantise, quantised
 from jaxspec.model.sharding import with_copies, without_copies
 from jaxspec.programs import memory
-from jaxspec.programs.compiler_options import compiler_options
 from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy
 from jaxspec.testing import contracts, reference
@@ -239,17 +237,3 @@ def test_one_line_for_what_cannot_be(stored, tmp_path):
         small.generate([3, 4], method="quantised", draft_bits=8)
     with refused("the parameters are quantised; give those they were made of"):
         huggingface.save(tmp_path / "out", small.config, small.params)
-
-
-@pytest.mark.parametrize(
-    ("kind", "given"), [("TPU v5 lite", True), ("TPU v5p", True), ("TPU v6 lite", False), ("cpu", False)]
-)
-def test_more_fast_memory_is_asked_for_on_v5_alone(monkeypatch, kind, given):
-    """Only for programs with int8 weights; other compilers refuse the unknown option."""
-    monkeypatch.setattr(
-        jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind, platform=kind[:3].lower())]
-    )
-    weight = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-    small = jax.eval_shape(quantised, weight)
-    assert (compiler_options({"a": small}) is not None) == given
-    assert compiler_options({"a": weight}) is None

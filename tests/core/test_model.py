@@ -472,14 +472,12 @@ def test_prompts_of_a_capacity_that_is_no_multiple_of_a_chunk():
 
 
 SAME = {
-    "one": {},
     "some": {"rows": 5},
     "many": {"rows": 40},
     "batch": {"rows": 2, "batch": 3},
     "blocks": {"rows": 3, "capacity": 512},
     "whole": {"capacity": 512, "start": 400},
     "int8-cache": {"rows": 2, "capacity": 256, "kv_cache_dtype": "int8"},
-    "windows": {"rows": 2, "capacity": 1024, "start": 900, "sliding_windows": (20, None) * 3},
     "ragged-windows": {
         "rows": 2,
         "batch": 2,
@@ -488,7 +486,6 @@ SAME = {
         "ragged": True,
         "sliding_windows": (20, None) * 3,
     },
-    "draft-window": {"rows": 2, "capacity": 1024, "start": 900, "draft_window": (4, 100)},
     "ragged-draft-window": {
         "rows": 3,
         "batch": 2,
@@ -502,7 +499,6 @@ SAME = {
     "tree": {"rows": 4, "tree": True},
     "plan": {"rows": 2, "plan": True},
     "exit": {"layers": range(1, 5), "aux_layers": (5, 1, 3, "final")},
-    "int8": {"rows": 3, "weights": quantise},
     # An activation between two levels may be rounded to either.
     "int8-activations": {"rows": 3, "weights": lambda *model: rounding(quantise(*model)), "atol": 1e-3},
     "adapter": {"rows": 3, "weights": lambda config, params: adapted(config, params, adapters(params))},

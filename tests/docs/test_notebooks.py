@@ -194,6 +194,7 @@ SAMPLER = (
 OUTPUT = ["text", "logits", "tokens", "padded_prompt_tokens", "logprobs"]
 
 
+@pytest.mark.full
 def test_the_sampler_of_the_rollouts_has_the_contract_of_tunix():
     """Its arguments, its properties and its results; another step of training changes its texts."""
     cells = map(

@@ -235,24 +235,6 @@ def test_the_used_mappings_are_a_share():
     assert (memory.used_mappings() > 0) == (sys.platform == "linux")
 
 
-@pytest.mark.slow
-def test_texts_do_not_change_where_programs_are_dropped(monkeypatch):
-    """Also those of method `auto`, whose drafters are kept."""
-    monkeypatch.setattr(module, "_USED", type(module._USED)())
-    monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-    monkeypatch.setattr("jaxspec.engine.prepare.MAX_PROGRAMS", 2)
-    lm, prompt = tiny.language_model(), (7, 1, 7, 1, 7, 1, 7, 2)
-    for number in (1, 2):
-        for method in ("auto", "ngram"):
-            options = {"method": method, "num_draft_tokens": number, "max_new_tokens": 24}
-            result = lm.generate(list(prompt), ignore_eos=True, **options)
-            assert result.tokens == tiny.greedy(prompt, 24)
-            lm.executables.wait()
-    assert lm.executables.num_dropped > 0
-    assert len(lm.executables._futures) <= 4
-    assert len(lm.autos) == 2
-
-
 @pytest.mark.parametrize("how", ["prepare", "variant"])
 def test_what_compiles_in_the_background_has_the_callers_precision(how):
     executables, matrix = Executables(), jnp.ones((2, 2))
@@ -372,15 +354,3 @@ def test_any_integral_type_is_a_seed(lm, integral):
         row.tokens for row in lm.generate([[3, 4]] * 2, seed=5, **options)
     ]
     assert rows[0].tokens != rows[1].tokens
-
-
-@pytest.mark.slow
-def test_with_the_coupled_acceptor_a_seed_gives_plain_decodings_text(lm):
-    options = {"max_new_tokens": 24, "ignore_eos": True, "temperature": [1.0, 0.0, 0.6], "seed": [7, 7, 9]}
-    prompts = [[3, 4], [3, 4, 3, 4], [5]]
-    plain = lm.generate(prompts, **options)
-    for method in ("autoregressive", "ngram", "layerskip", "auto"):
-        given = {} if method == "auto" else {"acceptor": "coupled"}
-        more = {"exit_layer": 1} if method == "layerskip" else {}
-        found = lm.generate(prompts, method=method, **given, **more, **options)
-        assert [one.tokens for one in found] == [one.tokens for one in plain], method

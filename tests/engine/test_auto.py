@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
@@ -16,7 +15,6 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.methods import Auto, LayerSkip, NGram
 from jaxspec.programs import compilation_cache
 from jaxspec.session import auto
-from jaxspec.testing import reference
 from tests import caching, refused, tiny
 from tests.core.test_mesh import on_eight_devices
 from tests.engine.test_prefix import SPREAD
@@ -51,58 +49,6 @@ def test_texts_are_plain_decodings_and_drafted(lm, options):
     if not options:  # the repetition is found without a model
         assert "ngram in " in found[0].drafted_by
         assert found[0].statistics.num_accepted_tokens >= 10
-
-
-@pytest.mark.slow
-def test_trees_are_candidates_beside_an_exit():
-    """Verification goes on after the exit layer in all rounds, so a tree's nodes run through the layers before it."""
-    prompts, lengths = [list(PROMPT), [5], [3, 4, 3]], [40, 9, 30]
-    lm = tiny.language_model()
-    lm.step_costs = CHEAP
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxspec.programs.buckets.START_CAPACITY", 32)
-        for temperature in (0.0, 1.0):
-            options = {"temperature": temperature, "seed": 7, "max_new_tokens": lengths, "max_batch": 2}
-            among = ("token-recycling", "ngram", "layerskip")
-            rows = lm.generate(prompts, method="auto", among=among, exit_layer=1, ignore_eos=True, **options)
-            plain = lm.generate(prompts, method="autoregressive", ignore_eos=True, **options)
-            assert [row.tokens for row in rows] == [row.tokens for row in plain]
-            assert "token-recycling" in " ".join(row.drafted_by for row in rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("among", "changes", "options"),
-    [
-        (("ngram", "layerskip", "token-recycling"), {}, {}),
-        (("suffix", "layerskip"), {"num_layers": 3}, {}),
-        (("layerskip", "asd", "quantised"), {"num_kv_heads": 4}, {"every": 2, "keep_last": 0}),
-    ],
-    ids=["tree", "exit", "masks"],
-)
-def test_random_models_have_the_texts_of_plain_decoding(monkeypatch, among, changes, options):
-    """67 models, four texts in a batch of two rows that grows and is refilled, greedy and sampled."""
-    monkeypatch.setattr("jaxspec.programs.buckets.START_CAPACITY", 32)
-    config, executables = dataclasses.replace(tiny.TARGET, **changes), None
-    for number in range(67):
-        rng = np.random.default_rng(number)
-        piece, other = rng.integers(3, config.vocab_size, 4).tolist(), rng.integers(3, config.vocab_size, 9)
-        prompts = [piece * 4, piece[:1], other.tolist(), piece * 2 + piece[:2]]
-        lm = LanguageModel(config, reference.random_params(config, number))
-        lm.step_costs = CHEAP
-        executables = lm.executables = executables or lm.executables
-        for temperature in (0.0, 0.8):
-            own = {
-                "max_new_tokens": [30, 9, 25, 17],
-                "max_batch": 2,
-                "temperature": temperature,
-                "seed": number,
-            }
-            found = lm.generate(
-                prompts, method="auto", among=among, exit_layer=1, ignore_eos=True, **options, **own
-            )
-            plain = lm.generate(prompts, method="autoregressive", ignore_eos=True, **own)
-            assert [row.tokens for row in found] == [row.tokens for row in plain], number
 
 
 @pytest.mark.full

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-import jaxspec
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.serving.batch import Batch
 from jaxspec.serving.batch_files import ALL, Results, Shard, read_lines, shard_of
-from tests import refused, tiny, variables
+from tests import refused, tiny
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
 OPTIONS = {"max_new_tokens": 5, "ignore_eos": True}
@@ -342,34 +336,3 @@ def test_lines_are_read_as_they_are_needed(tmp_path, lm):
 
 
 unanswered: list[int] = []
-
-
-@pytest.mark.slow
-def test_two_thousand_prompts_with_three_kills(tmp_path):
-    """Exactly one answer for each, of the command with a real model; a text does not depend on the kills."""
-    prompts = [f"Tom has {number // 40} apples and gets {number % 40} more." for number in range(2000)]
-    path = written(
-        tmp_path / "in", [{"id": number, "prompt": prompt} for number, prompt in enumerate(prompts)]
-    )
-    output = tmp_path / "results.jsonl"
-    options = ("--model", "small", "--method", "ngram", "--max-new-tokens", "8", "--temperature", "0")
-    command = [sys.executable, "-m", "jaxspec", "batch", str(path), "--output", str(output), *options]
-    environment = variables(JAXSPEC_CACHE=str(tmp_path / "cache"))
-    for lines in (300, 900, 1500, None):
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
-            while process.poll() is None and lines is not None:
-                if output.exists() and output.read_bytes().count(b"\n") >= lines:
-                    process.send_signal(signal.SIGKILL)
-                time.sleep(0.01)
-            errors = process.communicate()[1].decode()
-        assert process.returncode == (0 if lines is None else -signal.SIGKILL), errors
-    answered = re.search(r"(\d+) prompts answered, (\d+) had a result;", errors)
-    assert answered, errors
-    assert 1500 <= int(answered[2]) == 2000 - int(answered[1]) < 2000
-    found = {one["id"]: one["text"] for one in answers(output)}
-    assert output.read_bytes().count(b"\n") == len(found) == 2000
-    chosen = list(range(7, 2000, 100))
-    alone = jaxspec.load("small").generate(
-        [prompts[number] for number in chosen], max_new_tokens=8, method="autoregressive", temperature=0
-    )
-    assert [found[number] for number in chosen] == [result.text for result in alone]

@@ -16,6 +16,7 @@ from jaxspec.io.hf import huggingface
 from jaxspec.io.methods.method_files import write_plan
 from jaxspec.methods import Auto, DraftModel, DraftVerify, Medusa
 from jaxspec.model.plan import LayerPlan
+from jaxspec.programs.executables import Executables
 from tests import tiny
 from tests.engine.test_conversation import TEMPLATE
 from tests.heads import files
@@ -40,8 +41,13 @@ def write_head(path, good: bool) -> None:
     files.write(path, (content, {name: one * (1 if good else -1) for name, one in tensors.items()}))
 
 
+EXECUTABLES = Executables()
+
+
 def model(config=tiny.TARGET) -> LanguageModel:
-    return LanguageModel(tiny.engine_config(config), tiny.params(config), tiny.tokenizer(TEMPLATE))
+    lm = LanguageModel(tiny.engine_config(config), tiny.params(config), tiny.tokenizer(TEMPLATE))
+    lm.executables = EXECUTABLES
+    return lm
 
 
 def generate(lm):

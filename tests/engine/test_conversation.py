@@ -10,6 +10,7 @@ import pytest
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.model.config import RopeScaling
 from jaxspec.programs import buckets, compiled
+from jaxspec.programs.executables import Executables
 from tests import refused, tiny
 
 TEMPLATE = (
@@ -29,11 +30,16 @@ OTHERS = (
 )
 
 
+EXECUTABLES = Executables()
+
+
 def model(config=tiny.TARGET, template: str = TEMPLATE) -> LanguageModel:
-    return LanguageModel(tiny.engine_config(config), tiny.params(config), tiny.tokenizer(template))
+    lm = LanguageModel(tiny.engine_config(config), tiny.params(config), tiny.tokenizer(template))
+    lm.executables = EXECUTABLES
+    return lm
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def lm():
     return model()
 
@@ -95,10 +101,9 @@ def test_auto_reuses_caches(template):
         lm.executables.wait()
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "draft-model"])
-def test_a_template_that_shortens_earlier_answers(name):
+def test_a_template_that_shortens_earlier_answers():
     """The caches are cut back to the beginning that is still the same."""
-    lm, method = model(template=FORGETS), tiny.drafter_of(name)
+    lm, method = model(template=FORGETS), tiny.drafter_of("eagle3")
     shorter = False
     for answer, fresh, same in turns(lm, lm.chat(method=method, **OPTIONS), method=method):
         assert answer.token_records == fresh.token_records
@@ -107,10 +112,9 @@ def test_a_template_that_shortens_earlier_answers(name):
     assert shorter
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "draft-model"])
-def test_a_stopped_answer_stays(lm, name):
+def test_a_stopped_answer_stays(lm):
     """The returned part stays in the conversation, and the next turn reuses the caches."""
-    method = tiny.drafter_of(name)
+    method = tiny.drafter_of("draft-model")
     conversation = lm.chat(method=method, **OPTIONS | {"max_new_tokens": 40})
     pieces = conversation.stream("ab")
     written = next(pieces).text + next(pieces).text
@@ -137,10 +141,9 @@ def test_a_message_without_an_answer_does_not_stay(lm):
     assert len(conversation.send("ab").tokens) == 10
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3", "draft-model"])
-def test_an_interrupted_call_costs_only_the_caches(lm, name, monkeypatch):
+def test_an_interrupted_call_costs_only_the_caches(lm, monkeypatch):
     """The state of the loop is lost if Ctrl-C comes between a call and the assignment of its result."""
-    method = tiny.drafter_of(name)
+    method = tiny.drafter_of("eagle3")
     conversation = lm.chat(method=method, **OPTIONS)
     conversation.send("ab")
     call = lm.executables.call
@@ -192,7 +195,7 @@ def test_the_end_of_the_context(lm):
 def test_another_method_and_another_system_prompt(lm):
     conversation = lm.chat("ba", method="ngram", **OPTIONS)
     assert conversation.system == "ba"
-    for name in ("ngram", "eagle3", "draft-model", "autoregressive", "eagle3"):
+    for name in ("ngram", "eagle3", "autoregressive", "eagle3"):
         method = tiny.drafter_of(name)
         conversation.use(method)
         answers = list(turns(lm, conversation, ("ab", "cd"), method=method))

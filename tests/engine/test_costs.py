@@ -28,7 +28,7 @@ from jaxspec.io.methods import cost_files
 from jaxspec.measuring.accelerators import ACCELERATORS
 from jaxspec.measuring.bench import device_profile
 from jaxspec.measuring.bench import step_costs as measuring
-from jaxspec.measuring.bench.device_profile import SHAPES, floor_ms
+from jaxspec.measuring.bench.device_profile import SHAPES
 from jaxspec.measuring.commands.profile import Profile
 from jaxspec.measuring.roofline import EXCHANGE_US, needed_gb, report, roofline, usual, weights
 from jaxspec.methods import Eagle3, LoadedModel
@@ -154,10 +154,6 @@ def test_on_a_mesh_one_program_runs_at_a_time(lm):
     measuring._compile(spread, [run] * 8, lambda what: None)
     assert max(most) == 1
     assert len(most) == 8
-
-
-def test_the_floor_is_the_time_of_a_reading(lm):
-    assert 0 < floor_ms(lm) < 1000
 
 
 def test_costs_are_measured_once(lm, measured, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 
 from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.requests.text import StopStrings
 from tests import refused, tiny
 
 PROMPTS = ["c", "dabababc"]
@@ -112,11 +111,6 @@ def test_a_stopped_row_makes_room(lm, plain):
     stop = plain[0].text[3:6]
     rows = generate(lm, prompts, ignore_eos=True, stop=stop, max_batch=2)
     assert rows[0].text == rows[2].text == plain[0].text[: plain[0].text.find(stop)]
-
-
-def test_chat_needs_a_template(lm):
-    with refused("no chat template"):
-        generate(lm, "ab", chat=True)
 
 
 @pytest.mark.full
@@ -233,44 +227,3 @@ def test_without_a_tokenizer_there_are_only_tokens(lm):
         bare.generate("ab")
     with refused("no tokenizer"):
         bare.generate([5], stop="a")
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3, 100])
-def test_stop_strings_piece_by_piece(cut):
-    """Streamed text is never withdrawn, and no text is held back longer than necessary."""
-    text, watch = "aabaabcaab", StopStrings(["aabc", "cx"])
-    out, stopped = "", False
-    for start in range(0, len(text), cut):
-        piece, stopped = watch.push(text[start : start + cut])
-        out += piece
-        assert "aabaab".startswith(out)
-        if stopped:
-            break
-    assert (out, stopped) == ("aab", True)
-    watch = StopStrings(["aabc"])
-    assert watch.push("xxaab") == ("xx", False)
-    assert watch.push("b") == ("aabb", False)
-    assert watch.push("aa") == ("", False)
-    assert watch.flush() == "aa"
-
-
-@pytest.mark.parametrize(
-    ("stops", "expected"),
-    [
-        (["da", "bc"], "xyz"),
-        (["bc", "da"], "xyz"),
-        (["bcd", "b"], "xyz"),
-        (["bcda", "cd"], "xyzb"),  # "cd" is complete first
-        (["d", "bcd"], "xyz"),  # both are complete at once
-    ],
-)
-@pytest.mark.parametrize("cut", [1, 2, 3, 100])
-def test_the_first_complete_stop_string_ends_the_text(stops, expected, cut):
-    """The order of the list and the pieces of the text, which depend on the method, have no influence."""
-    text, watch, out, stopped = "xyzbcda", StopStrings(stops), "", False
-    for start in range(0, len(text), cut):
-        piece, stopped = watch.push(text[start : start + cut])
-        out += piece
-        if stopped:
-            break
-    assert (out, stopped) == (expected, True)

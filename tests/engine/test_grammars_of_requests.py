@@ -39,7 +39,7 @@ def test_rows_have_grammars_of_their_own_and_the_second_ones_compile_nothing(lm)
     results = lm.generate(PROMPTS, grammar=first, **OPTIONS)
     for one, result in zip(first, results, strict=True):
         check(one, result)
-    assert results[1].tokens == lm.generate(PROMPTS[1], **OPTIONS).tokens
+    assert results[1].tokens == tiny.greedy(PROMPTS[1], 12, (tiny.EOS,))
     compiled = lm.executables.num_compilations
     second = tables[3:7]
     for one, result in zip(second, lm.generate(PROMPTS, grammar=second, **OPTIONS), strict=True):

@@ -15,6 +15,7 @@ from jaxspec.engine.scheduler import Scheduler
 from jaxspec.host.arguments import num_bytes
 from jaxspec.model import cache as kv
 from jaxspec.programs import buckets, compiled
+from jaxspec.programs.executables import Executables
 from jaxspec.session.prefix import Owner, Prefix, PrefixStore, num_common, shared_beginning
 from tests import refused, tiny
 
@@ -39,10 +40,14 @@ OTHER_DRAFTS = (
 REPRESENTATIVES = ("ngram", "eagle3")
 
 
+EXECUTABLES = Executables()
+
+
 def model(config=tiny.TARGET, prefix_cache=2**26, min_tokens=4) -> LanguageModel:
     lm = LanguageModel(
         tiny.engine_config(config), tiny.params(config), tiny.tokenizer(), prefix_cache=prefix_cache
     )
+    lm.executables = EXECUTABLES
     if lm.prefixes is not None:
         lm.prefixes.min_tokens = min_tokens
     return lm
@@ -149,18 +154,6 @@ def test_sampled_texts_are_the_same():
         assert [one.tokens for one in lm.generate(PROMPTS, **options)] == [one.tokens for one in fresh]
 
 
-@pytest.mark.slow
-def test_another_method_uses_the_caches_of_the_target():
-    """A head cannot, because it reads hidden states of all tokens."""
-    lm = model()
-    lm.generate(PROMPTS[0], method="ngram", **OPTIONS)
-    draft, head = tiny.drafter_of("draft-model"), tiny.drafter_of("eagle3")
-    for method, reused in ((draft, 21), (head, 0), (head, 21), (draft, 21), (tiny.drafter_of("eagle3"), 0)):
-        result = lm.generate(PROMPTS[0], method=method, **OPTIONS)
-        assert result.statistics.num_reused_tokens == reused
-        assert result.tokens == lm.generate(PROMPTS[0], method="autoregressive", **OPTIONS).tokens
-
-
 @pytest.mark.full
 @pytest.mark.representatives("ngram")
 @pytest.mark.parametrize("name", ["ngram", "eagle3", "draft-model"])
@@ -186,6 +179,7 @@ def test_a_text_continues_where_its_layers_with_a_window_hold_the_window(monkeyp
 
 def test_a_warm_model_compiles_nothing_for_the_first_texts():
     lm = model()
+    lm.executables = Executables()
     lm.warm_up(batch_sizes=(1,), max_tokens=64, method="ngram", ignore_eos=True, logprobs=True)
     compiled_before = lm.executables.num_compilations
     lm.generate(PROMPTS[0], method="ngram", **OPTIONS)

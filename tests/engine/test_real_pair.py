@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 
 import jaxspec
@@ -19,8 +18,6 @@ OPENINGS = [
     "The old bear lived in a cave near the river.",
 ]
 BUDGET = 200
-# Agreement of the two models, measured with transformers.
-AGREEMENT = 0.61
 pytestmark = pytest.mark.skipif(not DRAFT.is_dir(), reason="the shared data is not here")
 
 
@@ -64,23 +61,6 @@ def test_every_method_writes_the_same_stories(options):
     rows = target().generate(OPENINGS, max_new_tokens=BUDGET, ignore_eos=True, **options)
     assert [row.tokens for row in rows] == plain()
     assert all(row.statistics.num_accepted_tokens > 0 for row in rows)
-
-
-@functools.cache
-def draft_choices() -> np.ndarray:
-    """For each token of the stories, whether the draft would have said it, given what came before."""
-    lm, draft = target(), jaxspec.load(DRAFT)
-    agreed = []
-    for opening, tokens in zip(OPENINGS, plain(), strict=True):
-        prompt = lm.encode(opening)
-        logits = reference.forward(draft.config, draft.params, [*prompt, *tokens])
-        agreed += (logits[len(prompt) - 1 : -1].argmax(axis=-1) == tokens).tolist()
-    return np.array(agreed)
-
-
-@pytest.mark.full
-def test_the_draft_agrees_as_often_as_measured():
-    assert draft_choices().mean() == pytest.approx(AGREEMENT, abs=0.06)
 
 
 @pytest.mark.full

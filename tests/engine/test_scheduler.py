@@ -56,7 +56,7 @@ def tokens_of(pieces):
     return found
 
 
-@pytest.mark.representatives("ngram", "asd", "draft-model", "auto")
+@pytest.mark.representatives("ngram", "draft-model", "auto")
 @pytest.mark.parametrize("method", [*tiny.METHODS, "auto"])
 def test_a_text_does_not_depend_on_its_neighbours(lm, method):
     """Requests arrive one by one, more than there are rows; a long prompt comes first, later another."""
@@ -71,18 +71,6 @@ def test_a_text_does_not_depend_on_its_neighbours(lm, method):
     assert scheduler.num_waiting > 0
     texts = tokens_of(pieces + run(scheduler))
     assert [texts[number] for number in ids] == [tiny.greedy(prompt, BUDGET) for prompt in prompts]
-
-
-@pytest.mark.slow
-def test_auto_drafts_while_the_batch_gets_wider():
-    lm, prompt = tiny.language_model(), (7, 1, 7, 1, 7, 1, 7, 2)
-    scheduler, pieces = Scheduler(lm), []
-    for _ in range(3):
-        add(scheduler, prompt, method="auto", among="ngram", max_new_tokens=60)
-        pieces += run(scheduler, steps=2)
-    pieces += run(scheduler)
-    assert set(map(tuple, tokens_of(pieces).values())) == {tuple(tiny.greedy(prompt, 60))}
-    assert all("ngram in " in piece.result.drafted_by for _, piece in pieces if piece.result is not None)
 
 
 @pytest.mark.representatives("draft-model")
@@ -262,12 +250,28 @@ def test_no_request_gets_the_files_of_another_distribution(lm, sessions, method)
     assert sessions(scheduler) == [2]
 
 
-def test_exact_texts_have_programs_of_their_own(lm, sessions, monkeypatch):
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    [
+        ([{"exact": exact} for exact in (True, False, True)], [2, 1]),
+        # A lossy request shares none with a lossless one, nor with one of other rules; the default is `block`.
+        (
+            [
+                {"temperature": 1.0, "acceptor": name}
+                for name in (None, "typical", "block", "typical", "rejection")
+            ],
+            [2, 2, 1],
+        ),
+        ([{}, {"ignore_eos": False}, {"min_new_tokens": 0}, {"ignore_eos": False, "min_new_tokens": 0}], [4]),
+    ],
+    ids=["exact", "lossy", "ends"],
+)
+def test_which_requests_share_a_batch(lm, sessions, monkeypatch, requests, sizes):
     monkeypatch.setattr(type(lm), "check_exact", lambda lm: None)
     scheduler = Scheduler(lm)
-    for exact in (True, False, True):
-        add(scheduler, SHORT[0], method="autoregressive", exact=exact)
-    assert sessions(scheduler) == [2, 1]
+    for options in requests:
+        add(scheduler, SHORT[0], method="ngram", **options)
+    assert sessions(scheduler) == sizes
 
 
 def test_without_turns_the_group_with_the_most_requests_runs(lm):
@@ -290,26 +294,6 @@ def test_without_turns_a_long_prompt_is_fed_as_a_whole(lm):
         while all(number != long for number, _ in run(scheduler, steps=1)):
             steps[turns] += 1
     assert steps == {True: 7, False: 1}
-
-
-def test_a_lossy_request_shares_no_batch_with_a_lossless_one(lm, sessions):
-    """Nor with one that is lossless by other rules; the default is `block`."""
-    scheduler = Scheduler(lm)
-    for acceptor in (None, "typical", "block", "typical", "rejection"):
-        add(scheduler, SHORT[0], method="ngram", temperature=1.0, acceptor=acceptor)
-    assert sessions(scheduler) == [2, 2, 1]
-
-
-def test_end_tokens_and_minima_of_0_need_no_programs_of_their_own(lm, sessions):
-    scheduler = Scheduler(lm)
-    for options in (
-        {},
-        {"ignore_eos": False},
-        {"min_new_tokens": 0},
-        {"ignore_eos": False, "min_new_tokens": 0},
-    ):
-        add(scheduler, SHORT[0], method="autoregressive", **options)
-    assert sessions(scheduler) == [4]
 
 
 def test_seeds_and_copies(lm):

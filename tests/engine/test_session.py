@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -436,12 +435,7 @@ def test_buckets_are_powers_of_two():
     assert bucket(3, 2) == 4
 
 
-def test_requests_are_values():
-    request = RowRequest((1,), 2)
-    assert dataclasses.replace(request, seed=1) != request
-
-
-@pytest.mark.representatives("1-draft-model", "1-s2d", "20-ngram", "20-draft-model", "20-asd")
+@pytest.mark.representatives("1-s2d", "20-draft-model")
 @each_method
 @pytest.mark.parametrize("budget", [1, 20])
 def test_a_text_that_has_begun_goes_on(lm, method, budget):

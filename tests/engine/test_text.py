@@ -100,27 +100,6 @@ def test_the_texts_and_bytes_of_tokens_are_those_of_the_row(case):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("data", "stops", "texts", "raws"),
-    [
-        # The stop is the last of three characters: its bytes go, those before it stay.
-        (b"A" + EURO, ["€"], ["A", "", "", ""], [b"A", b"", b"", b""]),
-        (EURO + b"AB", ["AB"], ["", "", "€", "", ""], [b"\xe2", b"\x82", b"\xac", b"", b""]),
-        # A stop that could have begun, and did not.
-        (b"A" + EURO, ["AB"], ["A", "", "", "€"], [b"A", b"\xe2", b"\x82", b"\xac"]),
-        (EURO, ["€A"], ["", "", "€"], [b"\xe2", b"\x82", b"\xac"]),
-    ],
-)
-def test_tokens_beside_a_stop_and_inside_a_character(name, data, stops, texts, raws):
-    row, by_token = (row_text(tokenizer(name), (), stops) for _ in range(2))
-    ids = byte_ids(name, data)
-    text, used, _ = row.push(ids, True)
-    found = by_token.by_token().push([Token(index) for index in ids[:used]], text, last=True)
-    assert [token.text for token in found] == texts
-    assert [token.raw for token in found] == raws
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_token_waits_while_its_text_may_belong_to_a_stop(name):
     """It comes with its text, one by one otherwise."""
     row, texts = row_text(tokenizer(name), (), ["AB"]), row_text(tokenizer(name), (), ["AB"]).by_token()

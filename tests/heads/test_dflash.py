@@ -182,13 +182,15 @@ def test_a_tree_is_that_of_the_slow_reference(tmp_path, tree):
     """
     target = TARGET, tiny.params(TARGET)
 
-    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
+    @functools.cache
+    def logits_of(*tokens: int) -> np.ndarray:
         true = reference.aux_hidden_states(*target, tokens[:-1], AUX_LAYERS)
-        return reference.dflash_logits(*dflash(), *target, tokens[-1], 4, true)[len(path) + 1]
+        return reference.dflash_logits(*dflash(), *target, tokens[-1], 4, true)
 
-    directory = write(tmp_path, dflash())
     check_trees(
-        directory, lambda config: DFlashDrafter(TARGET, config, num_draft_tokens=4, tree=tree), logits_after
+        write(tmp_path, dflash()),
+        functools.partial(DFlashDrafter, TARGET, num_draft_tokens=4, tree=tree),
+        lambda tokens, path: logits_of(*tokens)[len(path) + 1],
     )
 
 

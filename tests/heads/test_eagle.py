@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import warnings
@@ -527,14 +528,15 @@ def test_a_tree_is_that_of_the_slow_reference(tmp_path, layout, tree):
     """
     files, target = plain(layout), (TARGET, tiny.params(TARGET))
 
-    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
-        true = reference.aux_hidden_states(*target, tokens[:-1], AUX_LAYERS)
-        return reference.draft_logits(*files, *target, tokens, path, true)[-1]
+    @functools.cache
+    def true(*tokens: int) -> np.ndarray:
+        return reference.aux_hidden_states(*target, tokens, AUX_LAYERS)
 
-    directory = write(tmp_path, LAYOUTS[layout]())
-    check_trees(
-        directory, lambda config: EagleDrafter(TARGET, config, num_draft_tokens=4, tree=tree), logits_after
-    )
+    def logits_after(tokens: list[int], path: list[int]) -> np.ndarray:
+        return reference.draft_logits(*files, *target, tokens, path, true(*tokens[:-1]))[-1]
+
+    make = functools.partial(EagleDrafter, TARGET, num_draft_tokens=4, tree=tree)
+    check_trees(write(tmp_path, LAYOUTS[layout]()), make, logits_after)
 
 
 def test_trees_and_passes_of_masks_are_options_with_costs(model, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.engine.language_model import LanguageModel
-from jaxspec.measuring.bench import prompts, speed
+from jaxspec.measuring.bench import prompts
 from jaxspec.measuring.tuning import objectives
 from jaxspec.measuring.tuning.texts import read_prompts
 from jaxspec.measuring.tuning.tuning_options import PromptOptions
@@ -134,15 +134,3 @@ def test_prompts_to_tune_on_are_read_as_the_suite_reads_them(tmp_path):
         read_prompts(lm, 19, PromptOptions((str(prompts_of["set"]),)))
     with refused("limit is 0; give at least 1"):
         PromptOptions(limit=0)
-
-
-def test_an_interval_is_that_of_other_prompts():
-    """Of ten prompts at 2 × and ten at 1 ×, as often as not the one or the other."""
-    plain = [[result(11, 100.0)] for _ in range(20)]
-    mine = [[result(11, 100.0 if at % 2 else 50.0)] for at in range(20)]
-    ratio, (low, high) = speed.speed_ratio(mine, plain)
-    assert ratio == pytest.approx(2000 / 1500)
-    assert 1.1 < low < ratio < high < 1.7
-    ratio, interval = speed.speed_ratio(plain, plain)
-    assert (ratio, interval) == (1.0, (1.0, 1.0))
-    assert speed.speed_ratio([[result(1, 0.0)]], [[result(1, 0.0)]]) == (None, None)

@@ -149,13 +149,12 @@ def test_a_draft_window_is_in_the_configuration_of_the_draft(method, beside):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["asd", "layerskip", "quantised"])
-def test_a_draft_window_changes_drafts_only(method):
+def test_a_draft_window_changes_drafts_only():
     """A window that covers the text changes nothing. A short one leaves the text, and `layerskip` shares no layers."""
     plain = tokens(generate(shared, method="autoregressive"))
-    whole = generate(shared, method=method)
-    covered = generate(shared, method=method, draft_window=(1, 40))
-    few = generate(shared, method=method, draft_window=(1, 2))
+    whole = generate(shared, method="layerskip")
+    covered = generate(shared, method="layerskip", draft_window=(1, 40))
+    few = generate(shared, method="layerskip", draft_window=(1, 2))
     assert tokens(whole) == tokens(covered) == tokens(few) == plain
     counts = [[one.statistics.num_accepted_tokens for one in of] for of in (whole, covered, few)]
     assert counts[0] == counts[1]

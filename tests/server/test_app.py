@@ -402,7 +402,6 @@ def test_a_body_that_is_no_request(http):
     "field",
     [
         {"guided_choice": ["abcd", "cd e"]},
-        {"guided_regex": "abcd|cd e"},
         {"structured_outputs": {"regex": "abcd|cd e"}},
     ],
     ids=lambda field: next(iter(field)),

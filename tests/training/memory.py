@@ -31,9 +31,8 @@ from jaxspec.programs import buckets
 from tests import gguf_files
 from tests.training.test_training_run import STORIES as TEXT
 from training import export as exporting
-from training import own_text, probe, prompt_options, soft, start
+from training import soft, start
 from training.data import bpe_tokenizer
-from training.heads import train as heads
 from training.loop import state_sharding
 from training.loop.checkpoints import Checkpoints
 
@@ -143,10 +142,6 @@ def watch() -> None:
     METER.wrap(soft, "load_target", "target")
     METER.wrap(Checkpoints, "resume", "resume")
     METER.wrap(exporting, "export", "export")
-    METER.wrap(heads, "_load_target", "target")
-    METER.wrap(heads, "write_head", "export")
-    METER.wrap(heads, "_decoded", "decoding")
-    METER.wrap(prompt_options, "load_model", "load")
 
 
 def report(job: str, final_bytes: float, params: int) -> None:
@@ -161,17 +156,17 @@ def report(job: str, final_bytes: float, params: int) -> None:
     gc.collect()
 
 
-def main(whole: bool = True) -> None:
-    """Runs the jobs in a temporary directory; without `whole`, only those of `load` and of `soft` with a start.
+def main() -> None:
+    """Runs the jobs in a temporary directory.
 
     Python's collector is off, so that a reference cycle that keeps arrays always shows.
     """
     gc.disable()
     with tempfile.TemporaryDirectory() as place:
-        _run(Path(place), whole)
+        _run(Path(place))
 
 
-def _run(folder: Path, whole: bool) -> None:
+def _run(folder: Path) -> None:
     model, params = folder / "model", llama.init_params(CONFIG, jax.random.key(0))
     huggingface.save(model, CONFIG, params, jnp.bfloat16)
     bpe_tokenizer.save(bpe_tokenizer.train(TEXT, CONFIG.vocab_size), model, 64)
@@ -197,31 +192,6 @@ def _run(folder: Path, whole: bool) -> None:
         more = f"--steps {steps} --samples 1 --output {folder}/draft"
         assert soft.main([*given.split(), *more.split()]) == 0
         report("soft" if steps == 1 else "soft, resumed", (12 + 4) * size, size)
-    if not whole:
-        return
-
-    scratch = f"--vocab-size 304 --hidden-size 512 --intermediate-size 1024 --layers 4 --no-tied {STEPS}"
-    scratch += " --heads 8 --kv-heads 8"
-    given = (
-        f"--data {folder}/text.txt --run {folder}/scratch --head-dim 64 --context 64 --exits 2 4 --steps 1"
-    )
-    assert soft.main([*given.split(), *scratch.split()]) == 0
-    report("soft, from scratch", 12 * size, size)
-
-    given = f"--kind medusa --num-heads 2 --target {model} --data {folder}/text.txt --run {folder}/run-head {STEPS}"
-    more = f"--steps 1 --output {folder}/head --card-prompts 1 --card-tokens 4"
-    assert heads.main([*given.split(), *more.split()]) == 0
-    head = 2 * (CONFIG.hidden_size + CONFIG.vocab_size) * CONFIG.hidden_size
-    report("heads", 4 * size + 12 * head, size)
-
-    given = (
-        f"--data {folder}/text.txt --model {model} --prompts 2 --new-tokens 4 --held-out 6 --temperature 1"
-    )
-    assert own_text.main([*given.split(), "--output", str(folder / "own.jsonl")]) == 0
-    report("own_text", 4 * size, size)
-    given += f" --exit-layers 2 --held-out-prompts 2 --output {folder}/probes"
-    assert probe.main(given.split()) == 0
-    report("probe", 4 * size, size)
 
 
 if __name__ == "__main__":

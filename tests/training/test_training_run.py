@@ -29,7 +29,6 @@ from tests import ROOT, gguf_files, python, refused, variables
 from training import export, job, layerskip, option_files, own_text, plots, probe, sft, soft
 from training import run as run_record
 from training.data import bpe_tokenizer, conversations, packing, reading, sources
-from training.heads import train as heads
 from training.loop import checkpoints, state_sharding, step
 from training.losses import base
 from training.reports import card, curves, evaluation
@@ -379,13 +378,6 @@ def test_a_card_asks_a_held_out_question():
     assert card._question(windows) is None
 
 
-def test_the_acceptance_of_a_head_is_drawn_by_token():
-    head = {"step": 1, "acceptance/1": 0.5, "acceptance/2": 0.25, "mean_acceptance_length": 1.75}
-    exits = {"step": 1, "acceptance/3": 0.5, "mean_acceptance_length/3": 1.75}
-    found = [str(curves.acceptance_chart([one])) for one in (head, exits)]
-    assert ["token 2" in found[0], "exit" in found[0], "exit 3" in found[1]] == [True, False, True]
-
-
 def test_a_card_counts_the_parameters_that_are_written():
     record = {
         "parameters": 10**9,
@@ -570,6 +562,7 @@ def test_a_model_that_learns_conversations_can_be_talked_to(folder, tmp_path):
     assert metrics(folder, "talk")[0]["tokens"] < 2 * 30
 
 
+@pytest.mark.full
 def test_a_target_of_another_vocabulary_is_refused(folder, whole, capsys):
     given = arguments(folder, "foreign", "--exits", "1", "--layers", "1", "--target", str(folder / "whole"))
     assert soft.main([*given, "--vocab-size", "280"]) == 2
@@ -615,13 +608,6 @@ def test_the_recipes_of_the_real_model_fit_their_commands():
         # The problems that accuracy is reported on are in another file.
         assert "runs/data/gsm8k_learn.jsonl" in [source.path for source in given]
         assert "gsm8k_train" not in str(given)
-
-
-def test_the_resolved_options_of_a_run_start_it_again(folder, whole):
-    options = option_files.parse(
-        layerskip.Options, ["--config", str(folder / "run-whole" / "options.yaml")], "layerskip"
-    )
-    assert (options.exits, options.layerskip.rotation) == ((1,), 2)
 
 
 def test_layer_dropout_grows_from_scratch_and_is_constant_where_a_model_goes_on(folder):
@@ -726,14 +712,6 @@ def test_wrong_use_is_one_line(folder, tmp_path, command, words, said, capsys):
     assert [line for line in lines if line.startswith(f"{command.__name__}: error: ")] == lines[-1:]
     assert not any("Traceback" in line for line in lines)
     assert lines[-1].count(said) == 1
-
-
-@pytest.mark.parametrize("command", [sft, soft, layerskip, heads, own_text, probe, plots])
-def test_the_help_has_the_types_of_values_without_none(command, capsys):
-    assert command.main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert "usage: python -m training." in said
-    assert not re.search(r"\{None|None\}", said)
 
 
 def test_the_word_none_resets_an_option():
