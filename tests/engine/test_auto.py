@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -63,6 +64,7 @@ def test_exact_texts_are_plain_decodings_to_the_last_bit(lm):
 @pytest.mark.full
 def test_on_eight_devices(lm):
     program = """
+import dataclasses
 import json
 import jax
 from jaxspec import LanguageModel
