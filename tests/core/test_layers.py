@@ -37,6 +37,7 @@ LAYERS = (
     "jaxspec.drafting.chain_drafter jaxspec.drafting.lookup jaxspec.drafting.tree_drafter jaxspec.decoding",
     "jaxspec.drafting.aux_drafter jaxspec.drafting.exit_drafter jaxspec.drafting.masked_drafter "
     "jaxspec.drafting.choice_rule",
+    "jaxspec.drafting.knapsack_drafter",
     "jaxspec.drafting jaxspec.heads.*.drafter",
     "jaxspec.heads.dspark.drafter",
     "jaxspec.host",
@@ -279,7 +280,7 @@ def test_siblings_share_only_what_is_made_for_it():
     assert len(drafters) > 3
     for name in drafters:
         siblings = {other for other in imports(MODULES[name]) if any(within(other, one) for one in places)}
-        names = "chain_drafter lookup tree_drafter aux_drafter exit_drafter masked_drafter choice_rule"
+        names = "chain_drafter lookup tree_drafter aux_drafter exit_drafter masked_drafter knapsack_drafter choice_rule"
         shared = {f"jaxspec.drafting.{one}" for one in names.split()}
         # DSpark has only its differences from DFlash.
         base = {"jaxspec.heads.dflash.drafter"} if within(name, "jaxspec.heads.dspark") else set()
