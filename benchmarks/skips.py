@@ -20,7 +20,7 @@ import numpy as np
 import jaxspec
 from jaxspec import LanguageModel
 from jaxspec.acceptance import GreedyAcceptor
-from jaxspec.cli.methods import made_of
+from jaxspec.cli.methods import parse_run
 from jaxspec.decoding import Parts, Request
 from jaxspec.measuring.bench.speed import spread
 from jaxspec.methods import KnapSpec
@@ -32,7 +32,7 @@ from jaxspec.testing.loop import prefill, run_rounds
 
 def counts(lm: LanguageModel, run: str, passages: list[list[int]], count: int, free_rows: int) -> np.ndarray:
     """Returns of each passage its tokens, rounds, draft tokens, choices, layers of its draft tokens, and steps."""
-    ((_, method),) = (made_of(run, ()) or {}).items()
+    method = parse_run(run)
     drafter, own = lm.drafter(method)
     weights, parts = Weights(lm.params, own), Parts(drafter, GreedyAcceptor(), Greedy())
     by_bytes: Any = lm.drafter(KnapSpec())[0]
