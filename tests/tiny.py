@@ -310,7 +310,8 @@ def _clasp(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
 def _knapspec(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     # With these times, the tests' prompts have different masks and lengths.
     times = SublayerTimes(*map(jnp.float32, (3, 1, 0.3, 1)))
-    return KnapSpecDrafter(config, times, 1 + 3 * config.num_layers, 3, jnp.int32(2), rule, K), None
+    num_rows = 1 + 3 * config.num_layers
+    return KnapSpecDrafter(config, times, num_rows, 3, jnp.int32(2), rule=rule, num_draft_tokens=K), None
 
 
 def _layerskip(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:

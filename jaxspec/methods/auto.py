@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jaxspec.methods import registry
-from jaxspec.methods.base import Candidate, DraftingMethod, Method, option
+from jaxspec.methods.base import Candidate, DraftingMethod, Method, option, token_share
 from jaxspec.methods.resources import LoadedModel, Resources
 
 if TYPE_CHECKING:
@@ -203,20 +203,19 @@ class Auto(DraftingMethod):
 def _costs(target: LoadedModel, resources: Resources) -> StepCosts:
     """Returns the measured costs of steps; without them assumed ones, with the cache's share from its bytes."""
     from jaxspec.costs.rounds import CPU_STEPS, guessed, guessed_row
-    from jaxspec.model import cache, llama
 
     if resources.costs is not None:
         return resources.costs
     config, platform = target.config, resources.platform
     steps = CPU_STEPS[target.rounds_activations] if platform == "cpu" else ()
-    of_token = cache.size_bytes(config, 1, 1, llama.stream_of(target.params))
-    share = of_token / llama.floor_bytes(config, target.params)
+    # A layer with a window reads no more of a longer text.
+    growing = [config.window(layer) for layer in range(config.num_layers)].count(None) / config.num_layers
     # On a CPU, attention of each further row computes: SmolLM2's takes .3 times as long as to read the cache.
     return guessed(
         config.num_layers,
         guessed_row(platform),
         steps=steps,
-        live_token=share,
+        live_token=growing * token_share(target),
         row_reads=0.3 if platform == "cpu" else 0.0,
     )
 

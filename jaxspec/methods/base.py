@@ -313,6 +313,14 @@ def read_costs(target: LoadedModel, row: float = 0.0) -> StepCosts:
     return guessed(target.config.num_layers, row, rest, lookup=0.0)
 
 
+def token_share(target: LoadedModel) -> float:
+    """Returns the bytes of a cached token, divided by those of the weights that a step of the target reads."""
+    from jaxspec.model import cache, llama
+
+    of_token = cache.size_bytes(target.config, 1, 1, target.params["embed"].dtype)
+    return of_token / llama.floor_bytes(target.config, target.params)
+
+
 def share_of_step(cost: DraftCost, target: LoadedModel) -> float:
     """Returns the bytes of weights that one draft pass reads, divided by those that a step of the target reads."""
     return cost.draft_ms(read_costs(target), 1)

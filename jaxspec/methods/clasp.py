@@ -52,7 +52,7 @@ class CLaSp(RefreshingMethod):
             raise ValueError(
                 f"skip_layers is {count}, but the model has {depth} layers; give 1 to {depth - 1}"
             )
-        refresh = jnp.int32(CLaSpDrafter.refresh if self.refresh is None else self.refresh)
+        refresh = jnp.int32(self.rounds(CLaSpDrafter))
         rule, length = self.stopping()
         drafter = CLaSpDrafter(self.read_by_draft(target.config), count, refresh, rule, length)
         return drafter, self.params(target, resources)
@@ -63,6 +63,5 @@ class CLaSp(RefreshingMethod):
 
         made = cast("CLaSpDrafter", drafter)
         layers = target.config.num_layers - made.num_skipped + layers_of(params, target)
-        return DraftCost(
-            layers=layers, heads=params is None, choice=(made.num_skipped + 1, int(made.refresh))
-        )
+        choice = made.num_skipped + 1, self.rounds(type(made))
+        return DraftCost(layers=layers, heads=params is None, choice=choice)

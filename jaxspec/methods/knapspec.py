@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from jaxspec.methods.base import layers_of, read_costs, size_of
+from jaxspec.methods.base import layers_of, read_costs, size_of, token_share
 from jaxspec.methods.chain import ChainMethod, StopName
 from jaxspec.methods.masked import RefreshingMethod
 from jaxspec.methods.resources import LoadedModel, Resources
@@ -72,7 +72,7 @@ class KnapSpec(RefreshingMethod):
             # Weights change with the length one way, then the other, so their sum is largest at an end.
             ends = times.of(config, jnp.array([0, config.context_length]))
             num_rows = 1 + int(weights_of(ends).sum(axis=1).max()) // 2
-        refresh = jnp.int32(KnapSpecDrafter.refresh if self.refresh is None else self.refresh)
+        refresh = jnp.int32(self.rounds(KnapSpecDrafter))
         drafter = KnapSpecDrafter(
             config, times, num_rows, refresh=refresh, rule=rule, num_draft_tokens=length
         )
@@ -84,13 +84,10 @@ class KnapSpec(RefreshingMethod):
         import jax.numpy as jnp
 
         from jaxspec.drafting.knapspec_drafter import SublayerTimes
-        from jaxspec.model import cache, llama
 
         config, params, costs = target.config, target.params, resources.costs
         if costs is None:
-            token = cache.size_bytes(config, 1, 1, params["embed"].dtype)
-            per_token = token / llama.floor_bytes(config, params)
-            costs = dataclasses.replace(read_costs(target), live_token_ms=per_token)
+            costs = dataclasses.replace(read_costs(target), live_token_ms=token_share(target))
         rest = costs.step_ms(layers=0, live=0)
         layer = max(costs.step_ms(layers=1, live=0) - rest, 1e-6)  # measured times are noisy
         attention, mlp = (size_of(params["layers"][0][name]) for name in ("attention", "mlp"))
@@ -106,7 +103,7 @@ class KnapSpec(RefreshingMethod):
         from jaxspec.costs.rounds import DraftCost
 
         made = cast("KnapSpecDrafter", drafter)
-        choice = made.num_rows * made.num_fitted, int(made.refresh)
+        choice = made.num_rows * made.num_fitted, self.rounds(type(made))
         return DraftCost(
             target.config.num_layers / 2 + layers_of(params, target), params is None, choice=choice
         )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from jaxspec.host.messages import shown
 from jaxspec.methods.base import option
 from jaxspec.methods.chain import ModelMethod
 from jaxspec.methods.resources import Resources
+
+if TYPE_CHECKING:
+    from jaxspec.drafting.knapsack_drafter import KnapsackDrafter
 
 # Rounds are counted in int32.
 _MOST_ROUNDS = 2**31 - 1
@@ -43,3 +47,7 @@ class RefreshingMethod(ModelMethod):
         super().__post_init__()
         if self.refresh is not None and not 1 <= self.refresh <= _MOST_ROUNDS:
             raise ValueError(f"refresh is {shown(self.refresh)}; give 1 to {_MOST_ROUNDS}")
+
+    def rounds(self, kind: type[KnapsackDrafter]) -> int:
+        """Returns the rounds between choices, as given or the default of a class of drafters."""
+        return int(kind.refresh) if self.refresh is None else self.refresh

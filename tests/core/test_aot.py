@@ -123,6 +123,13 @@ def test_programs_of_every_method_are_made_of_shapes(here, method):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
 
 
+def test_programs_of_a_choice_among_drafts_that_skip_layers_are_made_of_shapes(here):
+    """Their prices follow from options, not from numbers of the program."""
+    deep = ModelShape("deep", dataclasses.replace(TARGET, num_layers=3))
+    made = programs(here, "auto", {"among": ("clasp", "knapspec"), "refresh": 8}, deep, capacity=60)
+    assert len(made.parts.drafter.candidates) == 2
+
+
 def test_room_that_this_machine_does_not_have(here):
     assert programs(here, batch=2**10, capacity=2**30).request.tokens.shape == (2**10, 2**30)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -254,6 +255,25 @@ def test_a_plan_drafts_with_a_window_after_a_long_text(tmp_path):
         _, draft = prices.for_rows(np.int32(1), np.int32(tokens))
         assert (draft[0, 1:] < draft[1, 1:]).all() == (cheaper == whole)
         assert (draft[0, 1:] > draft[1, 1:]).all() == (cheaper == few)
+
+
+def test_without_costs_a_cached_token_has_the_price_of_its_bytes():
+    """The cache has the dtype of the weights, and a layer with a window reads no more of a longer text."""
+
+    def price(config, dtype):
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), tiny.params(config))
+        lm = LanguageModel(config, params)
+        step, of_token = lm.drafter(Auto(among=(LayerSkip(exit_layer=1),)))[0].prices.verify[0, 0]
+        return float(of_token / step)
+
+    whole = price(tiny.TARGET, "float32")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny.params(tiny.TARGET)))
+    weights -= tiny.params(tiny.TARGET)["embed"].nbytes
+    per_token = 2 * 4 * tiny.TARGET.num_layers * tiny.TARGET.num_kv_heads * tiny.TARGET.head_dim
+    assert whole == pytest.approx(per_token / weights, rel=1e-3)
+    assert price(tiny.TARGET, "float16") == pytest.approx(whole, rel=1e-3)
+    half = dataclasses.replace(tiny.TARGET, sliding_windows=(None, 4))
+    assert price(half, "float32") == pytest.approx(whole / 2, rel=1e-3)
 
 
 @pytest.mark.full
