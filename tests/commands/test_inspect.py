@@ -129,7 +129,7 @@ def test_rows_of_a_batch_do_not_see_each_other_or_their_padding():
     @jax.jit
     def run(prompts, start, fed, count):
         padded = jnp.pad(prompts, ((0, 0), (0, 12)))
-        texts, _ = prepare(config, params, padded, start, fed, count, chunk_size=4)
+        texts, *_ = prepare(config, params, padded, start, fed, count, chunk_size=4)
         return exit_choices(config, params, texts)
 
     chosen = np.asarray(run(prompts, start, fed, count))

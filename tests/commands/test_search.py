@@ -193,7 +193,7 @@ def test_costs_are_those_of_steps_and_sublayers(monkeypatch):
     full = ((1, 1, 4.0), (5, 1, 6.0), (13, 1, 10.0))
     steps = StepCosts("d", "m", "float32", 1, 33, full, 0, 1.0, 0.0, loop_ms=0.5)
     monkeypatch.setattr(round_costs, "remembered_step_costs", lambda lm, on_progress: (steps, True))
-    monkeypatch.setattr(round_costs, "sublayer_ms", lambda lm, live, repeats: {"attention": 0.2, "mlp": 0.4})
+    monkeypatch.setattr(round_costs, "sublayer_ms", lambda lm, live: {"attention": 0.2, "mlp": 0.4})
     costs = measure_costs(lm, on_progress=lambda what: None)
     assert costs == Costs(pytest.approx(1.0), pytest.approx(2.0), 1.0, ((1, 4.5), (5, 6.5), (13, 10.5)))
     assert costs.draft_step_ms(LayerPlan.skipping(1)) == pytest.approx(4.0)

@@ -462,11 +462,11 @@ def test_prompts_of_a_capacity_that_is_no_multiple_of_a_chunk():
     texts, length = np.random.default_rng(3).integers(0, BASE.vocab_size, (2, 28)), np.array([27, 13])
     run = jit(functools.partial(run_prompts, config, chunk_size=16))
     cache = kv.create(config, 2, 28, jnp.float32)
-    last, similarities, _ = run(params, texts, length, cache)
+    last, similarities, *_ = run(params, texts, length, cache)
     for row in range(2):
         alone = kv.create(config, 1, 32, jnp.float32)
         padded = np.pad(texts[row : row + 1], ((0, 0), (0, 4)))
-        expected, same, _ = run(params, padded, length[row : row + 1], alone)
+        expected, same, *_ = run(params, padded, length[row : row + 1], alone)
         np.testing.assert_allclose(last[row], expected[0], atol=1e-5)
         np.testing.assert_allclose(similarities[row], same[0], atol=1e-5)
 
