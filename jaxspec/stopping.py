@@ -234,6 +234,8 @@ class _Threshold(StopRule):
 class ConfidenceBelow(_Threshold):
     """Stops after a token whose estimate is below γ; the token is kept (Draft & Verify, Zhang et al. 2023, §3.3).
 
+    `gamma` is a `FixedGamma` or an `AdaptiveGamma`; `estimate` estimates a token's acceptance probability.
+
     Examples:
       >>> rule = ConfidenceBelow(FixedGamma(0.6))
       >>> signal = Signal(jnp.int32(0), jnp.array([2]), jnp.zeros((1, 4)), jnp.zeros((1, 8)))
@@ -252,7 +254,7 @@ class ProductBelow(_Threshold):
     """Stops after the token at which the product of the draft's estimates falls below γ; the token is kept.
 
     The product estimates the probability that the whole draft is accepted (AdaSPEED, §II.A, Algorithm 2). With a
-    `Probe` as estimate this is AdaSPEED with linear probes (§II.B).
+    `Probe` as `estimate` this is AdaSPEED with linear probes (§II.B). `gamma` is a `FixedGamma` or an `AdaptiveGamma`.
 
     Examples:
       >>> rule = ProductBelow(FixedGamma(0.2))

@@ -278,7 +278,7 @@ def vector_of(prompt, begin: int = 0) -> np.ndarray:
 
 
 def test_each_text_has_the_mask_of_its_prompt():
-    """Of ragged prompts in chunks of 8, of prompts that continue others, and in rows that are refilled."""
+    """A mask follows from the prompt, also if the prompt is fed in chunks, continues another one, or refills a row."""
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 13, size).tolist() for size in (1, 3, 8, 9, 21, 17)]
     sums = np.stack([vector_of(prompt) / len(prompt) for prompt in prompts])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,16 +58,20 @@ class Search:
             with lock.exclusive(output.parent, tell, "output", f"{output.name}.lock"):
                 prompts = read_kinds(lm, options.tokens, self.prompts)
                 log = output.with_suffix(".trials.jsonl")
-                watch: dict[str, Any] = {
-                    "resume": self.resume,
-                    "on_progress": progress,
-                    "on_trial": lambda kind, done, budget, best: progress.count(
+                run = functools.partial(
+                    search,
+                    lm,
+                    options=options,
+                    resume=self.resume,
+                    on_progress=progress,
+                    on_trial=lambda kind, done, budget, best: progress.count(
                         f"{kind} search", done, budget, f"best {best.score:.3f}"
                     ),
-                }
-                found, kinds = search(lm, [ids for _, ids in prompts], options, log, **watch), []
+                )
+                found, kinds = run([ids for _, ids in prompts], log=log), []
                 if options.by_kind and not found.interrupted:
-                    kinds = search_kinds(lm, prompts, options, log, costs=found.costs, **watch)
+                    progress("reading the prompts")
+                    kinds = search_kinds(lm, prompts, log, functools.partial(run, costs=found.costs))
                     found = dataclasses.replace(found, interrupted=not kinds)
                 origin, names = found_by(found, options), tuple(kind for kind, _ in kinds)
                 write_plan(output, lm.fingerprint, found.best.plan, origin, names)

@@ -167,35 +167,27 @@ def search(
     return Search(trials, seconds, budget, interrupted, found.costs)
 
 
-@shows_progress
 def search_kinds(
     lm: LanguageModel,
     prompts: Sequence[tuple[str, Sequence[int]]],
-    options: SearchOptions,
     log: Path,
-    *,
-    resume: bool = True,
-    costs: Costs | None = None,
-    on_progress: OnProgress = lambda step: None,
-    on_trial: Watcher = lambda kind, done, budget, best: None,
+    run: Callable[..., Search],
 ) -> list[tuple[Kind, Search]]:
-    """Searches a mask for each kind of prompts, see `search`; nothing if it was interrupted.
+    """Searches a mask for each kind of prompts; returns nothing if a search is interrupted.
 
     Args:
+      lm: the model.
       prompts: the kind of each prompt, see `texts.read_kinds`, and its token ids.
-      lm, options, log, resume, costs, on_progress, on_trial: as in `search`; each kind has a log of its own.
+      log: the log of the search over all prompts; that of a kind has the number of the kind in its name.
+      run: `search` with its other arguments given, but for the prompts and their `log`.
     """
-    on_progress("reading the prompts")
     kinds, tokens = zip(*prompts, strict=True)
     # Only the vectors are used, so any two tokens serve as the texts after the prompts.
     vectors = np.asarray(fetched(prepare_texts(lm, tokens, [[0, 0]] * len(tokens))[2]))
     found = []
     for number, (kind, members) in enumerate(groups(kinds, vectors).items(), 1):
         try:
-            mine, own = [tokens[at] for at in members], log.with_suffix(f".{number}{log.suffix}")
-            result = search(
-                lm, mine, options, own, resume=resume, costs=costs, on_progress=on_progress, on_trial=on_trial
-            )
+            result = run([tokens[at] for at in members], log=log.with_suffix(f".{number}{log.suffix}"))
         except KeyboardInterrupt:
             return []
         if result.interrupted:
