@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import http.client
 import importlib.metadata
 import io
@@ -35,11 +34,9 @@ from gguf import GGMLQuantizationType
 
 from jaxspec.cli.methods import parse_run
 from jaxspec.console import frame
-from jaxspec.console.output import check_directory
 from jaxspec.console.status import INTERRUPTED
 from jaxspec.console.terminal import tell
 from jaxspec.engine.language_model import LanguageModel, load
-from jaxspec.host import lock
 from jaxspec.host.extras import require
 from jaxspec.host.progress import OnProgress, Progress
 from jaxspec.io.gguf.container import is_gguf
@@ -50,13 +47,10 @@ from jaxspec.measuring.bench.prompt_files import Task, encoded, in_turn, own_tas
 from jaxspec.measuring.bench.suite import check_tokenizer
 from jaxspec.measuring.bench.suite_options import Amount, Chat
 from jaxspec.measuring.bench.timing import measure_runs, warm_up
-from jaxspec.measuring.line_log import LineLog
 from jaxspec.methods import DraftModel, LayerSkip, Method, NGram
 from jaxspec.requests.results import Result, Statistics
 from jaxspec.requests.text import Token
 
-RECORDS = "records.jsonl"
-FORMAT = "jaxspec.peers/1"
 # The run that others are compared with: plain decoding.
 BASELINE = "jaxspec float32"
 # Measured by default: the choice of a method, and the method that needs no head, as the other programs have it.
@@ -79,8 +73,8 @@ Run = Callable[[Prompt, int], Result]
 class Options(Amount):
     """Compares jaxspec with transformers and llama.cpp: speeds by kind of work, and ratios with intervals.
 
-    The prompts are those of `jaxspec bench`, as chats if the model has a chat template. Interrupted with --output, the
-    same command continues after the last prompt that was recorded.
+    The prompts are those of `jaxspec bench`, as chats if the model has a chat template. An interrupted command reports
+    the prompts before.
 
     Attributes:
       model: a GGUF file or a directory that holds one; llama.cpp is left out for other models.
@@ -89,8 +83,6 @@ class Options(Amount):
       draft: a draft model for draft-model and for assisted generation in transformers.
       peers: the other programs.
       repeats: turns per prompt.
-      output: a directory for the records, one line per prompt.
-      resume: continue the records in the directory of --output.
     """
 
     model: str
@@ -100,8 +92,6 @@ class Options(Amount):
     draft: str | None = None
     peers: tuple[Literal["transformers", "llama.cpp"], ...] = ("transformers", "llama.cpp")
     repeats: int = 1
-    output: Path | None = None
-    resume: bool = True
 
 
 @dataclasses.dataclass
@@ -133,27 +123,17 @@ def measure(options: Options, on_progress: OnProgress) -> dict[str, Any]:
       ValueError, FileNotFoundError: the model or an option cannot be used; one line.
     """
     given = {words: parse_run(words) for words in options.runs}
-    if options.output is not None:
-        check_directory(options.output)
-    with contextlib.ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="jaxspec-peers-")))
-        engines = open_engines(options, given, folder, on_progress)
-        log = None
-        if options.output is not None:
-            held.enter_context(lock.exclusive(options.output, tell, "output"))
-            header = _header(options, engines)
-            log = LineLog(options.output / RECORDS, header, of="comparison", resume=options.resume)
-        records = [
-            Record.from_json(one) for entry in (log.entries if log else ()) for one in entry["records"]
-        ]
-        interrupted = False
+    records: list[Record] = []
+    interrupted = False
+    with tempfile.TemporaryDirectory(prefix="jaxspec-peers-") as folder:
+        engines = open_engines(options, given, Path(folder), on_progress)
         try:
-            _measure(options, engines, log, records, on_progress)
+            _measure(options, engines, records, on_progress)
         except KeyboardInterrupt:
             if not records:
                 raise
             interrupted = True
-        found = report(records, engines.runs, engines.methods, BASELINE)
+    found = report(records, engines.runs, engines.methods, BASELINE)
     return {
         "model": engines.lm.name,
         "device": engines.lm.device_kind,
@@ -256,16 +236,13 @@ def _llama_cpp(
 def _measure(
     options: Options,
     engines: Engines,
-    log: LineLog | None,
     records: list[Record],
     on_progress: OnProgress,
 ) -> None:
-    """Measures the prompts without records; adds theirs to `records` and the log."""
+    """Measures the prompts and adds theirs to `records`."""
     lm, models = engines.lm, [*engines.models.values()]
     chat: Chat = "on" if lm.tokenizer is not None and lm.tokenizer.has_chat_template else "off"
-    done = {record.id for record in records}
     tasks = in_turn(own_tasks(directory=lm.directory), lambda task: task.category)[: options.limit]
-    todo = [(number, task) for number, task in enumerate(tasks) if task.id not in done]
 
     @functools.cache
     def prompt_of(task: Task) -> Prompt:
@@ -275,10 +252,10 @@ def _measure(
         )
         return Prompt(tokens, max(2, len(text.tokens)))
 
-    for name, run in engines.runs.items() if todo else ():
-        text = warm_up(models, {name: run}, [prompt_of(todo[0][1])], on_progress)[name]
+    for name, run in engines.runs.items():
+        text = warm_up(models, {name: run}, [prompt_of(tasks[0])], on_progress)[name]
         tell(f"{name}: {speed.tokens_per_second([[text]]):.1f} tokens per second after one prompt")
-    for number, task in todo:
+    for number, task in enumerate(tasks):
         prompt = prompt_of(task)
         names = [*engines.runs]
         names = names[number % len(names) :] + names[: number % len(names)]
@@ -292,35 +269,15 @@ def _measure(
             warm=True,
             on_progress=lambda step, where=where: on_progress(step + where),  # type: ignore[misc]
         )
-        made = [
+        records += [
             Record(task.id, task.category, 0, number, name, len(prompt.tokens), tuple(taken[name]))
             for name in engines.runs
         ]
-        if log is not None:
-            log.add({"records": [record.to_json() for record in made]})
-        records += made
 
 
 def threads() -> int:
     """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _header(options: Options, engines: Engines) -> dict[str, Any]:
-    """Returns the inputs on which all records depend, without the number of prompts, which may grow."""
-    tasks = own_tasks(directory=engines.lm.directory)
-    texts = json.dumps([dataclasses.asdict(task) for task in tasks])
-    return {
-        "format": FORMAT,
-        "model": engines.lm.fingerprint,
-        "device": engines.lm.device_kind,
-        "threads": threads(),
-        "runs": [*engines.runs],
-        "methods": {name: str(method) for name, method in engines.methods.items()},
-        "prompts": hashlib.sha256(texts.encode()).hexdigest()[:16],
-        "max_new_tokens": options.max_new_tokens,
-        "repeats": options.repeats,
-    }
 
 
 def _versions() -> dict[str, str]:

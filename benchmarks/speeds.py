@@ -1,9 +1,8 @@
-"""How fast is a model, with what, and does it fit? `python -m benchmarks.speeds` prints the answer as a table.
+"""How fast is a model, with what, and does it fit? The answer as a table, which `python -m benchmarks.results` writes.
 
 The rows are shapes on devices, in 16 bits where they fit and in int8 where only that fits. The speeds of accelerators
 follow from published figures, as those of `jaxspec profile --device-model`; those of a CPU from the steps of one shape
 that were measured there. docs/measurements/speeds.json has these steps, and the cells that were measured themselves.
-`python -m benchmarks.results` writes the table into docs/measurements/index.md.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.console import frame
 from jaxspec.costs.rounds import DraftCost, StepCosts, kinds, predicted_speedup
 from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.heads.eagle.network import usual_eagle3
@@ -31,9 +29,7 @@ from jaxspec.methods import Eagle3
 from jaxspec.model.llama import is_shape
 
 ROOT = Path(__file__).parents[1]
-MADE = (
-    "<!-- Made by `python -m benchmarks.speeds`, which `python -m benchmarks.results` runs; do not edit. -->"
-)
+MADE = "<!-- Made by `python -m benchmarks.results` from docs/measurements/speeds.json; do not edit. -->"
 DEVICES = {
     "cpu": "2-core CPU",
     "t4:1": "T4",
@@ -206,34 +202,3 @@ def _lines(shapes: Sequence[str], devices: Sequence[str]) -> Iterator[str]:
 def replaced(text: str, mark: str, made: str) -> str:
     """Returns the text of a page with this table in place of the one after the mark."""
     return re.sub(rf"({re.escape(mark)}\n\n)(?:\|.*\n)*", lambda found: found[1] + made + "\n", text)
-
-
-@dataclasses.dataclass(frozen=True)
-class Speeds:
-    """Print the speeds of shapes on devices as a table in Markdown.
-
-    Attributes:
-      shapes: names of shapes, with commas.
-    """
-
-    shapes: str = "1.2b,8b,70b"
-
-    def run(self) -> None:
-        """Prints the table.
-
-        Raises:
-          ValueError: an unknown shape.
-        """
-        names = self.shapes.split(",")
-        if unknown := [name for name in names if name not in SHAPES]:
-            raise ValueError(f"unknown shape {unknown[0]!r}; give some of {', '.join(SHAPES)}")
-        print(table(names))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    return frame.run_command("benchmarks.speeds", Speeds, Speeds.run, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
