@@ -310,6 +310,10 @@ def test_figures():
     }
     assert found["runs"]["ngram"]["b"]["speedup_interval"] is None  # of one prompt
     assert found["best"] == {"a": "ngram", "b": "ngram", "all": "ngram"}
+    assert "rows\nfree" in columns(found)
+    for one in (one for kinds in found["runs"].values() for one in kinds.values()):
+        one["rows_free"] = None  # nobody knows what drafts read
+    assert "rows\nfree" not in columns(found)
 
 
 CHAIN = SimpleNamespace(num_draft_tokens=8, drafts_trees=False)
