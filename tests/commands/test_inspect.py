@@ -218,14 +218,6 @@ def test_one_layer(monkeypatch):
     assert report["mask"] == {"skip_attention": [], "skip_mlp": [], "weights_read": 1.0}
 
 
-def test_the_budget_is_what_the_context_leaves(lm):
-    room = DEEP.context_length - 45
-    assert home._budget(lm, 45, None) == room == 3
-    assert home._budget(lm, 45, 2) == 2
-    roomy = tiny.language_model()
-    assert home._budget(roomy, 45, None) == home.DEFAULT_BUDGET
-
-
 def test_marks_of_a_mask():
     mask = {"skip_attention": [0, 2, 11], "skip_mlp": [1, 2]}
     assert _marks(mask, 12) == "▄▀·███████ █▄"
@@ -277,9 +269,6 @@ def test_json(run, model, tmp_path, monkeypatch):
         ("--prompt-file nowhere.txt", "nowhere.txt does not exist; --prompt-file must be a text file"),
         ("--prompt-file BINARY", "is not text in UTF-8"),
         ("--alpha 0", "--alpha is 0"),
-        ("--alpha 1.01", "--alpha is 1.01"),
-        ("--alpha nan", "--alpha is nan"),
-        ("--every -1", "--every is -1"),
         ("--keep-last -1", "--keep-last is -1"),
         ("--max-new-tokens 0", "--max-new-tokens is 0"),
         ("--max-new-tokens 512", "exceed the model's context of 512"),

@@ -36,7 +36,7 @@ def process(*words: str, path: str = "") -> subprocess.Popen:
     )
 
 
-@pytest.mark.parametrize("module", ["jaxspec", "training.sft", "training.heads", "training.own_text"])
+@pytest.mark.parametrize("module", ["jaxspec", "training.heads"])
 def test_an_interrupt_while_libraries_are_imported_is_one_line(tmp_path, module):
     stub = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
     (tmp_path / "jax.py").write_text(stub)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.measuring.bench import prompts
-from jaxspec.measuring.bench.prompt_files import Task, final_number, in_turn, own_tasks, read_tasks
+from jaxspec.measuring.bench.prompt_files import Task, final_number, own_tasks, read_tasks
 from tests import refused
 from tests.data import PROMPTS
 
@@ -133,17 +133,6 @@ def test_no_file(tmp_path):
 )
 def test_the_number_of_an_answer(text, number):
     assert final_number(text) == number
-
-
-def test_categories_take_turns():
-    assert in_turn([1, 3, 5, 2, 4], lambda item: str(item % 2)) == [1, 2, 3, 4, 5]
-
-
-def test_a_conversation():
-    task = Task("1", "a", ("x", "y"), message=True)
-    assert task.messages([]) == [{"role": "user", "content": "x"}]
-    assert [one["content"] for one in task.messages(["said"])] == ["x", "said", "y"]
-    assert (task.text([]), task.text([" said"])) == ("x", "x said\n\ny")
 
 
 @pytest.mark.parametrize(

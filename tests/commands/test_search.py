@@ -57,11 +57,7 @@ def known_costs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("space", "size"),
-    [
-        (MaskSpace(4), 15),
-        (MaskSpace(3, keep_first_last=False), 62),
-        (MaskSpace(1, keep_first_last=False), 2),
-    ],
+    [(MaskSpace(4), 15), (MaskSpace(3, keep_first_last=False), 62), (MaskSpace(1, keep_first_last=False), 2)],
     ids=str,
 )
 def test_masks_are_those_that_were_asked_for(space, size):
@@ -197,16 +193,6 @@ def test_costs_are_those_of_steps_and_sublayers(monkeypatch):
     costs = measure_costs(lm, on_progress=lambda what: None)
     assert costs == Costs(pytest.approx(1.0), pytest.approx(2.0), 1.0, ((1, 4.5), (5, 6.5), (13, 10.5)))
     assert costs.draft_step_ms(LayerPlan.skipping(1)) == pytest.approx(4.0)
-
-
-@pytest.mark.full
-def test_given_costs_are_not_measured_again(deep, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "measure_costs", lambda *args, **options: pytest.fail("measured"))
-    options = SearchOptions(max_new_tokens=6, trials=1)
-    found = search(deep, PROMPTS[:1], options, tmp_path / "log", costs=COSTS)
-    assert found.costs == COSTS
-    # They are written down, so another session goes by them too.
-    assert search(deep, PROMPTS[:1], options, tmp_path / "log").costs == COSTS
 
 
 def test_texts_are_counted_as_they_come(deep):

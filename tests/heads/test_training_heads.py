@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import signal
-import types
 import typing
 
 import jax
@@ -419,13 +418,6 @@ def test_a_stopped_run_resumes_exactly(folder, whole):
 
 
 @pytest.mark.full
-def test_products_in_bfloat16_give_nearly_the_same_loss(folder, whole):
-    given = arguments(folder, "half", "--steps", "1", "--draft-vocab-size", "120", "--card-prompts", "0")
-    assert command.main([*given, "--compute", "bfloat16"]) == 0
-    assert 0 < abs(metrics.read_metrics(folder / "run-half")[0]["loss"] - whole[0]["loss"]) < 0.05
-
-
-@pytest.mark.full
 def test_an_interrupted_run_leaves_a_head(folder, monkeypatch, capsys):
     write = Metrics.write
 
@@ -469,35 +461,6 @@ def test_a_head_is_found_beside_its_target_and_where_it_comes_along(folder, tmp_
     (shipped / "config.json").write_text(json.dumps(content))
     with refused("method eagle3 needs a head"):
         jaxspec.load(folder).generate("Once", method="eagle3")
-
-
-@pytest.mark.parametrize(
-    ("words", "own"),
-    [
-        ("eagle3 --fc-norm --loss lk --test-steps 3", {"kind": "eagle3 fc_norm lk", "test_steps": 3}),
-        ("medusa --shared-head", {"kind": "medusa", "shared_head": True}),
-        ("kangaroo --exit-layer 1", {"kind": "kangaroo"}),
-        ("uno", {"kind": "uno", "lora_rank": "None", "block_sizes": "(2, 4, 6, 8)", "block_steps": "500"}),
-        (
-            "dspark --num-layers 3",
-            {
-                "kind": "dspark",
-                "num_layers": "3",
-                "block_size": "None",
-                "num_anchors": "64",
-                "markov_rank": "None",
-            },
-        ),
-    ],
-)
-def test_runs_of_earlier_versions_have_the_same_identity(words, own):
-    """An output directory has its hash: an entry more or less would refuse to resume a run."""
-    given = ["--target", "t", "--data", "d", "--kind", *words.split()]
-    options = option_files.parse(command.Options, given, "heads")
-    usual = {"target": "f", "taps": ["1"], "draft_vocab": None, "intermediate_size": None, "test_steps": None}
-    usual |= {"step_decay": 0.8, "feature_weight": 1.0, "token_weight": 0.1, "num_heads": None}
-    found = command.identity(options, types.SimpleNamespace(aux_layers=(1,)), "f", None)
-    assert found == {**usual, "shared_head": False, **own}
 
 
 def test_a_vocabulary_is_ranked_or_counted(folder):

@@ -168,18 +168,6 @@ def test_records_of_a_json_list_have_lines_too(tmp_path):
     assert texts(read(file)) == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("path", "form", "said"),
-    [
-        ("nowhere.txt", "auto", "cannot read nowhere.txt"),
-        ("nowhere.txt", "poem", "no data format 'poem'"),
-    ],
-)
-def test_what_cannot_be_read_gets_one_line(path, form, said):
-    with refused(said):
-        read(path, form)
-
-
 def offline(*_, **__):
     raise ConnectionError("no network\nmore lines")
 

@@ -239,10 +239,6 @@ def directory(tmp_path_factory):
     return folder
 
 
-def test_the_same_documents_are_held_out_as_in_training():
-    assert probe.Options.held_out == sources.DataOptions.held_out
-
-
 def test_the_prompt_of_an_answer_is_its_whole_question(directory):
     """The continuation of half a question would be text that the model was not trained on."""
     lm = jaxspec.load(directory)
@@ -298,25 +294,12 @@ def test_the_command_writes_a_probe_that_decoding_takes(directory, capsys):
     [
         (["--exit-layers", "2"], "give layers from 1 to 1"),
         (["--exit-layers", "1", "--model", "nowhere"], "nowhere"),
+        (
+            ["--exit-layers", "1", "--prompts", "0"],
+            "training.probe: error: --prompts is 0; give a whole number",
+        ),
     ],
 )
 def test_what_does_not_fit_gets_one_clear_line(directory, more, said, capsys):
     assert probe.main(arguments(directory, *more)) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_number_that_is_wrong_is_named_as_the_option(directory, capsys):
-    assert probe.main(arguments(directory, "--exit-layers", "1", "--prompts", "0")) == 2
-    assert capsys.readouterr().err.startswith("training.probe: error: --prompts is 0; give a whole number")
-
-
-@pytest.mark.full
-def test_ctrl_c_is_one_line(directory, monkeypatch, capsys):
-    def pressed(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fit, "fit", pressed)
-    assert probe.main(arguments(directory, "--exit-layers", "1")) == 130
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "training.probe: interrupted"
-    assert not any("Traceback" in line for line in said)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 import resource
 import shutil
@@ -25,7 +24,7 @@ from jaxspec.io.hf import huggingface
 from jaxspec.io.methods import method_files
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig
-from tests import ROOT, gguf_files, python, refused, variables
+from tests import ROOT, gguf_files, refused, variables
 from training import export, job, layerskip, option_files, own_text, plots, probe, sft, soft
 from training import run as run_record
 from training.data import bpe_tokenizer, conversations, packing, reading, sources
@@ -378,24 +377,6 @@ def test_a_card_asks_a_held_out_question():
     assert card._question(windows) is None
 
 
-def test_a_card_counts_the_parameters_that_are_written():
-    record = {
-        "parameters": 10**9,
-        "options": {"start": "scratch", "weights": "bfloat16"},
-        "commands": ["c"],
-        "exits": [1],
-        "documents": {"a": 1, "b": 1},
-        "tokens": {"training": {"a": 1, "b": 1}, "held_out": {"a": 1, "b": 1}},
-    }
-    measured = {"held_out_loss": 1.0, "held_out_loss/a": 1.0, "held_out_loss/b": 2.0, "acceptance/1/a": 0.5}
-    used = "float16, trained in bfloat16", "jaxspec generate x --model m"
-    text = card.write("m", CONFIG, record, [], 0, measured, {}, *used)
-    assert text.endswith("## Use it\n\n```bash\njaxspec generate x --model m\n```\n")
-    assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
-    assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
-    assert "| weights | float16, trained in bfloat16 |" in text
-
-
 @pytest.mark.full
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
     """A step that turns to NaN after the first checkpoint."""
@@ -512,11 +493,6 @@ def test_a_bad_batch_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, 
 # Sorted drafts
 
 
-def soft_arguments(folder: Path, name: str, *more: str) -> list[str]:
-    given = arguments(folder, name, "--exits", "1", "2", "--layers", "2", "--steps", "6", *more)
-    return [*given, "--batch", "4", "--tokenizer", str(folder / "whole")]
-
-
 @pytest.mark.full
 def test_a_sorted_draft_names_its_exits_and_is_cut_from_a_model(folder, whole):
     target = str(folder / "whole")
@@ -593,17 +569,17 @@ def test_options_come_from_a_yaml_file_and_the_command_line_wins(folder, tmp_pat
     assert option_files.parse(sft.Options, [f"--config={resolved}"], "sft") == options
 
 
-def test_the_recipe_of_the_draft_serves_both_jobs():
-    given = [f"--config={ROOT / 'training' / 'recipes' / 'smollm2-draft'}.yaml", "--output", "d"]
-    sorted_draft = option_files.parse(soft.Options, [*given, "--exits", "2", "4", "6"], "soft")
-    plain = option_files.parse(sft.Options, [*given, "--start-layers", "6"], "sft")
-    assert sorted_draft.start == plain.start != SCRATCH
-
-
 def test_the_recipes_of_the_real_model_fit_their_commands():
-    for name, kind in (("layerskip", layerskip), ("probe", probe), ("text", own_text)):
+    draft = "--output d --exits 2 4 6"
+    jobs = (("draft", soft, draft), ("draft", sft, "--output d --start-layers 6"))
+    for name, kind, more in (
+        *jobs,
+        ("layerskip", layerskip, ""),
+        ("probe", probe, ""),
+        ("text", own_text, ""),
+    ):
         recipe = ROOT / "training" / "recipes" / f"smollm2-{name}.yaml"
-        options = option_files.parse(kind.Options, ["--config", str(recipe)], name)
+        options = option_files.parse(kind.Options, ["--config", str(recipe), *more.split()], name)
         given = options.data if isinstance(options.data, tuple) else options.data.data
         # The problems that accuracy is reported on are in another file.
         assert "runs/data/gsm8k_learn.jsonl" in [source.path for source in given]
@@ -621,59 +597,12 @@ def test_layer_dropout_grows_from_scratch_and_is_constant_where_a_model_goes_on(
         assert layerskip.recipe(options).dropout_over_time == expected
 
 
-# Several devices
-
-
-SHARDED = """
-import jax
-from training import soft
-from training.loop import state_sharding
-from training.loop import step
-import sys
-arguments = sys.argv[1:]
-assert len(jax.devices()) == 4
-def check(state, when):
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    assert own < 0.27 * whole, (when, own, whole)
-    print("a quarter each", when)
-original = state_sharding.make_sharded
-def checked(*given, **how):
-    state = original(*given, **how)
-    check(state, "at first")
-    return state
-state_sharding.make_sharded = checked
-make_step = step.make_step
-def made(*arguments):
-    step_fn = make_step(*arguments)
-    def stepped(*given):
-        state, measured = step_fn(*given)
-        check(state, "after a step")
-        return state, measured
-    return stepped
-step.make_step = made
-sys.exit(soft.main(arguments))
-"""
-
-
-@pytest.mark.full
-def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(folder, whole):
-    assert soft.main(soft_arguments(folder, "one")) == 0
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    done = python("-c", SHARDED, *soft_arguments(folder, "four"), env=variables(XLA_FLAGS=flags), timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "a quarter each at first" in done.stdout
-    assert done.stdout.count("a quarter each after a step") == 6
-    one, four = (losses_of(metrics(folder, name)) for name in ("one", "four"))
-    np.testing.assert_allclose([x[1:3] for x in one], [x[1:3] for x in four], rtol=2e-4)
-
-
 @pytest.mark.parametrize(
     ("command", "words", "said"),
     [
         *((sft, f"--{name}", f"--{name.replace(' ', ' is ')}") for name in (
-            "steps 0", "window 1", "accumulate 0", "minutes -1", "clip -1", "warmup -1", "weight-decay -0.1",
-            "final-fraction 2", "b1 1", "vocab-size 200",
+            "steps 0", "steps -1", "window 1", "accumulate 0", "minutes -1", "clip -1", "warmup -1",
+            "weight-decay -0.1", "final-fraction 2", "b1 1", "vocab-size 200",
         )),
         *((sft, f"--{name}", f"--{name.replace(' ', ' is ')}; give a whole number of at least") for name in (
             "heads 0", "hidden-size -1", "vocab-size 0", "head-dim 1", "context 0",
@@ -681,6 +610,7 @@ def test_parameters_and_optimiser_are_divided_over_devices_and_the_losses_stay(f
         (sft, "--steps few", "is 'few'; give a whole number or auto"),
         (sft, "--stepz 3", "unknown option --stepz; perhaps you meant --steps; see"),
         (sft, "--data nowhere.txt", "cannot read nowhere.txt"),
+        (sft, "--data nowhere.txt,format=poem", "no data format 'poem'"),
         (sft, "--kv-heads 3", "not a multiple"),
         (sft, "--start nowhere", "no directory 'nowhere'"),
         (sft, "--start small --layers 3 --heads 2", "layers, heads: the shape is chosen for a model from scratch"),
