@@ -262,7 +262,7 @@ def _check_names(given: Mapping[str, Any], known: Collection[str], place: str = 
         if name in known or (place and value is None):
             continue
         if path not in _UNSUPPORTED:
-            near = nearest(name, [*known, *_PYTHON])
+            near = nearest(name, [*known, *(own for own, api in _PYTHON.items() if api in known)])
             meant = f"; perhaps you meant {_PYTHON.get(near, near)}" if near else ""
             if place:
                 meant = f" of {place}; give {', '.join(known)}"

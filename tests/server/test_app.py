@@ -220,6 +220,8 @@ def test_an_echo_without_new_tokens(http, lm, stream):
     plain = asked(http, URL, prompt=[5] * 512, max_tokens=0, echo=True)["choices"][0]
     assert (plain["text"], plain["logprobs"]) == (lm.tokenizer.decode([5] * 512), None)
     assert http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 0}).status_code == 400
+    unknown = http.post(CHAT, json={"messages": MESSAGES, "prompt": "ab"}).json()["error"]
+    assert unknown["message"] == "unknown field 'prompt'"
     # The prompt is shown as it was given; BOS that the tokenizer adds has no text.
     body = {"prompt": "ab</s>cd", "max_tokens": 3, "echo": True, "logprobs": 0}
     choice = asked(http, URL, **body)["choices"][0]  # the engine goes on
