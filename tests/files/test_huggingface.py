@@ -31,7 +31,6 @@ from jaxspec.model.llama import num_params
 from jaxspec.model.sharding import with_copies
 from jaxspec.testing import reference
 from tests import refused
-from tests.data import MODELS
 from tests.families import CHANGES, family
 
 BASE = LlamaConfig(
@@ -638,20 +637,3 @@ def test_written_files_open_with_the_safetensors_package(tmp_path):
     with refused(r"a is float32\(2, 3\), expected float32\(3, 2\)"):
         tensors.write_tensors(tmp_path / "x", {"a": (3, 2)}, arrays.get, np.dtype(np.float32))
     assert_same(dict(tensors.read_tensors(tmp_path / "x")), arrays)
-
-
-@pytest.mark.parametrize("name", ["stories260K", "llama2xs", "random_bf16"])
-def test_real_directories(tmp_path, name):
-    if not (MODELS / name).is_dir():
-        pytest.skip("the shared data is not here")
-    config = huggingface.read_config(MODELS / name)
-    params = huggingface.load_params(MODELS / name, config, jnp.float32)
-    dtype = huggingface.stored_dtype(MODELS / name)
-    huggingface.save(tmp_path, config, params, dtype=dtype)
-    ours, theirs = (
-        tensors.read_tensors(tmp_path / "model.safetensors"),
-        tensors.read_tensors(MODELS / name / "model.safetensors"),
-    )
-    for tensor in ours:
-        np.testing.assert_array_equal(ours[tensor], theirs[tensor])
-    assert set(theirs) - set(ours) <= {"lm_head.weight"}

@@ -396,10 +396,7 @@ def test_a_body_that_is_no_request(http):
 
 @pytest.mark.parametrize(
     "field",
-    [
-        {"guided_choice": ["abcd", "cd e"]},
-        {"structured_outputs": {"regex": "abcd|cd e"}},
-    ],
+    [{"guided_choice": ["abcd", "cd e"]}, {"structured_outputs": {"regex": "abcd|cd e"}}],
     ids=lambda field: next(iter(field)),
 )
 def test_a_grammar_holds_in_texts_and_streams(http, lm, field):
