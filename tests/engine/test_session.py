@@ -21,7 +21,7 @@ from jaxspec.requests.reading import RowRequest
 from jaxspec.session.feeding import Feeding
 from jaxspec.session.session import Session
 from jaxspec.session.strategies import for_drafter
-from tests import refused, tiny
+from tests import tiny
 
 PROMPTS = ((5,), (7, 1, 7, 1, 7, 1, 7, 2))
 each_method = pytest.mark.parametrize("method", tiny.METHODS)
@@ -301,22 +301,6 @@ def test_rows_that_end_together_are_refilled_in_one_call(lm, monkeypatch):
         assert joined(steps, index) == tiny.greedy(request.prompt, request.max_new_tokens)
 
 
-def test_prompt_and_budget_may_fill_the_context():
-    context = 40
-    lm = tiny.language_model(max_position_embeddings=context)
-    whole = tiny.greedy(PROMPTS[0], context - 1)
-    row = lm.generate(
-        [*PROMPTS[0]], max_new_tokens=context - 1, ignore_eos=True, method="ngram", num_draft_tokens=3
-    )
-    assert row.tokens == whole
-    almost = [*PROMPTS[0], *whole[:-1]]
-    assert len(almost) == context - 1
-    row = lm.generate(almost, max_new_tokens=1, ignore_eos=True, method="ngram", num_draft_tokens=3)
-    assert row.tokens == whole[-1:]
-    with refused(r"exceed the model's context of 40"):
-        lm.generate(almost, max_new_tokens=2)
-
-
 @pytest.mark.representatives("ngram", "draft-model", "s2d")
 @each_method
 def test_log_probs_are_the_targets(lm, method):
@@ -362,22 +346,6 @@ def test_order_and_neighbours_do_not_matter(lm):
     assert one == other
     assert one[1] == tiny.greedy(PROMPTS[1], 16)
     assert [len(one[stream]) for stream in range(3)] == [12, 16, 9]
-
-
-def test_seeds(lm):
-    options = {"max_new_tokens": 16, "temperature": 1.0, "ignore_eos": True}
-    prompts = [PROMPTS[0]] * 2
-    texts = {seed: [row.tokens for row in generate(lm, prompts, **options, seed=seed)] for seed in (0, 1)}
-    assert texts[0] == [row.tokens for row in generate(lm, prompts, **options, seed=0)]
-    distinct = {tuple(text) for both in texts.values() for text in both}
-    assert len(distinct) == 4
-
-
-def test_a_seed_of_its_own_makes_a_row_independent_of_its_place(lm):
-    options = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-    first, second = generate(lm, PROMPTS, **options, seed=[3, 4])
-    turned = generate(lm, PROMPTS[::-1], **options, seed=[4, 3])
-    assert [row.tokens for row in turned] == [second.tokens, first.tokens]
 
 
 def test_numbers_per_row(lm):

@@ -59,12 +59,6 @@ def test_a_text_ends_before_a_stop_token(lm, plain, place, method):
     assert "".join(piece.text for piece in pieces) == result.text
 
 
-def test_a_stop_token_that_never_comes_changes_nothing(lm, plain):
-    absent = next(index for index in range(lm.config.vocab_size) if index not in plain.tokens)
-    result = lm.generate("ab", stop_token_ids=[absent], **PLAIN)
-    assert (result.tokens, result.text, result.finish_reason) == (plain.tokens, plain.text, "length")
-
-
 def test_an_end_token_that_is_a_stop_token_too_is_an_end(lm, plain):
     token = plain.tokens[3]
     ending = language_model(eos_token_ids=(token,))

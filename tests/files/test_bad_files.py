@@ -108,39 +108,6 @@ def test_several_wrong_values_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a number from 1e-30 to 1"),
-        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan; expected"),
-        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf; expected"),
-        ({"rope_theta": 0}, "rope_theta is 0; expected a number from 1 to"),
-        ({"rope_theta": -1}, "rope_theta is -1; expected"),
-        ({"rope_theta": math.nan}, "rope_theta is nan; expected"),
-        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1; expected"),
-        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor is inf; expected"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 1e6}, "max_position_embeddings": 2**20},
-            "make a context",
-        ),
-        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "expected a larger high one"),
-        ({"rope_scaling": [1]}, "rope_scaling is [1]; expected an object or null"),
-        ({"eos_token_id": math.inf}, "eos_token_id is inf; expected a token id"),
-        ({"eos_token_id": 2.7}, "eos_token_id is 2.7; expected a token id"),
-        ({"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']; expected a token id"),
-        ({"bos_token_id": 10**400}, "bos_token_id is a number of about 400 digits"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
-        ({"num_hidden_layers": 10**9, "model_type": "mistral"}, "num_hidden_layers is 1000000000; expected"),
-        ({"model_type": []}, "model_type [] is not supported"),
-    ],
-)
-def test_what_is_said_of_a_config(tmp_path, keys, message):
-    said = refusal(write_config(tmp_path, **keys))
-    assert said is not None
-    assert said.startswith("/config.json: ")
-    assert message in said
-
-
-@pytest.mark.parametrize(
     ("generation", "message"),
     [
         ({"do_sample": "no"}, "do_sample is 'no'; expected true or false"),

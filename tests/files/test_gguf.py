@@ -168,17 +168,6 @@ def test_rows_that_are_no_multiple_of_256_have_another_type(tmp_path, kind):
         np.testing.assert_array_equal(loaded[f"model.layers.0.{name}.weight"], values)
 
 
-def test_types_are_mixed_in_a_file(tmp_path):
-    """Like llama.cpp's files, in which the embedding has more bits than the rest."""
-    params = reference.random_params(WIDE, 0)
-    path = write(
-        tmp_path / "m.gguf", WIDE, params, kind=lambda n: "Q8_0" if n == "token_embd.weight" else "Q4_K"
-    )
-    assert {tensor.kind for tensor in read_gguf(path).tensors.values()} == {"F32", "Q8_0", "Q4_K"}
-    embed = models.load_params(path, WIDE, jnp.float32)["embed"]
-    np.testing.assert_allclose(embed, params["embed"], atol=0.02)
-
-
 def test_stored_dtype(tmp_path):
     """The stored dtype is one that contains the weights without loss."""
     params = reference.random_params(WIDE, 0)

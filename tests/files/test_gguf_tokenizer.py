@@ -106,13 +106,6 @@ def test_splits(made, pre, cut):
     assert pieces(path, " 12345    7!\n") == cut
 
 
-def test_unicode_is_composed_for_qwen2_alone(made):
-    decomposed = "e\u0301"
-    for pre, expected in (("qwen2", "\u00e9"), ("llama-bpe", decomposed)):
-        tokenizer = load_tokenizer(made(byte_level(pre)))
-        assert tokenizer.decode(tokenizer.encode(decomposed)) == expected
-
-
 def test_a_whole_word_goes_before_its_merges_for_llama_3(made):
     """Its vocabulary has tokens that no merges lead to."""
     base = byte_level("llama-bpe")

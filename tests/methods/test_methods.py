@@ -210,22 +210,6 @@ def test_no_value_of_an_option_has_another_error(name):
             registry.make(name, others | {given: value})
 
 
-@pytest.mark.full
-def test_typed_and_named_methods_are_the_same():
-    with refused("with stop_rule=constant has no option `gamma`"):
-        methods.LayerSkip(gamma=0.5)
-    with pytest.raises(TypeError, match="exit_layr"):
-        methods.LayerSkip(exit_layr=3)
-    lm = tiny.language_model()
-    typed = lm.generate([3, 4], method=methods.NGram(num_draft_tokens=2), max_new_tokens=6)
-    named = lm.generate([3, 4], method="ngram", num_draft_tokens=2, max_new_tokens=6)
-    assert typed.tokens == named.tokens
-    with refused("ngram_max belongs to a method's name; NGram carries its own"):
-        lm.generate([3, 4], method=methods.NGram(), ngram_max=2)
-    with refused(r"method is 3; give a name \(adaspeed, .*\), an instance of one of"):
-        lm.generate([3], method=3)
-
-
 def test_an_option_that_is_repeated_names_all_parts():
     among = methods.LayerSkip(exit_layer=3), methods.NGram()
     assert parse_run("auto --among layerskip --among ngram --exit-layer 3") == methods.Auto(among=among)

@@ -269,15 +269,11 @@ def test_a_model_by_its_name(name):
 
 def test_stop_echo_and_minimum(http, lm):
     text = lm.generate("ab", max_new_tokens=12).text
-    stop = text[3:5]
-    found = asked(http, URL, prompt="ab", max_tokens=12, stop=stop, echo=True)["choices"][0]
-    assert (found["text"], found["finish_reason"]) == ("ab" + text[: text.find(stop)], "stop")
-    by_ids = asked(http, URL, prompt=[0, 12], max_tokens=2, echo=True)["choices"][0]["text"]
-    assert by_ids.startswith("ab ")
-    streamed = chunks(http, URL, prompt="ab", max_tokens=12, stop=[stop], echo=True)
-    assert "".join(one["choices"][0]["text"] for one in streamed) == found["text"]
-    count = asked(http, URL, prompt="ab", max_tokens=9, min_tokens=9)["usage"]["completion_tokens"]
-    assert count == 9
+    body = {"prompt": "ab", "max_tokens": 12, "stop": text[3:5], "echo": True}
+    found = asked(http, URL, **body)["choices"][0]
+    assert (found["text"], found["finish_reason"]) == ("ab" + text[: text.find(text[3:5])], "stop")
+    assert "".join(one["choices"][0]["text"] for one in chunks(http, URL, **body)) == found["text"]
+    assert asked(http, URL, prompt="ab", max_tokens=9, min_tokens=9)["usage"]["completion_tokens"] == 9
 
 
 def test_the_method_of_a_request_and_what_it_counts(http, lm):
@@ -402,10 +398,7 @@ def test_a_body_that_is_no_request(http):
 
 @pytest.mark.parametrize(
     "field",
-    [
-        {"guided_choice": ["abcd", "cd e"]},
-        {"structured_outputs": {"regex": "abcd|cd e"}},
-    ],
+    [{"guided_choice": ["abcd", "cd e"]}, {"structured_outputs": {"regex": "abcd|cd e"}}],
     ids=lambda field: next(iter(field)),
 )
 def test_a_grammar_holds_in_texts_and_streams(http, lm, field):

@@ -126,34 +126,15 @@ def test_the_end_of_a_completion_that_was_cut_off_is_not_learned(tmp_path):
     assert learned[2][-2:] == [True, False]
 
 
-def test_another_chat_template_is_followed_and_one_that_rewrites_is_refused(tmp_path):
-    talk = conversation(("system", "Be kind."), ("human", "Hi"), ("gpt", "Hello!"))
-    file = write_lines(tmp_path / "a.jsonl", [talk])
-    template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    (document,) = reading.read_source(
-        str(file), formats.AUTO, conversations.Chat(template, eos_token="<e>"), False
-    )
-    assert [(span.text, span.learn) for span in document.spans] == [
-        ("[system]Be kind.[user]Hi[assistant]", False),
-        ("Hello!<e>", True),
-    ]
-    settings = {
-        "chat_template": template,
-        "bos_token": {"__type": "AddedToken", "content": "<b>"},
-        "eos_token": "<e>",
-    }
+def test_the_chat_template_and_its_tokens_are_those_of_the_tokenizer(tmp_path):
+    bos = {"__type": "AddedToken", "content": "<b>"}
+    settings = {"chat_template": "own", "bos_token": bos, "eos_token": "<e>", "pad_token": "<p>"}
     write_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<p>"}))
-    assert conversations.chat_of(tmp_path) == conversations.Chat(template, "<b>", "<e>", {"pad_token": "<p>"})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert conversations.chat_of(tmp_path) == conversations.Chat("own", "<b>", "<e>", {"pad_token": "<p>"})
     (tmp_path / "chat_template.jinja").write_text("other")
     assert conversations.chat_of(tmp_path).template == "other"
     assert conversations.chat_of(tmp_path / "nowhere") == conversations.Chat()
-    rewriting = conversations.Chat("{{ messages | length }}")
-    with pytest.raises(reading.Malformed, match="rewrites earlier turns"):
-        reading.read_source(str(file), formats.AUTO, rewriting, False)
 
 
 def test_records_of_a_json_list_have_lines_too(tmp_path):
@@ -463,8 +444,8 @@ def test_a_source_is_read_as_it_is_written():
     assert sources.Source.parse("data/a.txt").kind == "a"
     fine = sources.Source.parse("a.txt,weight=0.123456789")
     assert sources.Source.parse(str(fine)) == fine
-    for wrong in ("a.txt,colour=red", "a.txt,weight", "a.txt,weight=0"):
-        with refused(r"expected PATH|give a number"):
+    for wrong in ("a.txt,colour=red", "a.txt,weight"):
+        with refused("expected PATH"):
             sources.Source.parse(wrong)
 
 
@@ -482,7 +463,7 @@ def test_data_given_several_times_is_put_together(tmp_path):
         return [source.path for source in parsed.data.data]
 
     assert data("--data", "a", "b", "--batch", "2") == ["a", "b"]
-    assert data("--data", "a", "--batch", "2", "--data=b", "--data", "c", "d", "--remat") == [
+    assert data(*["--data", "a", "--batch", "2", "--data=b", "--data", "c", "d", "--remat"]) == [
         "a",
         "b",
         "c",

@@ -469,27 +469,6 @@ def test_a_full_disk_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, 
     assert f"resumed from step {best}" in capsys.readouterr().err
 
 
-@pytest.mark.full
-def test_a_bad_batch_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
-    """A token that the vocabulary has not, in every batch after the sixth."""
-    batches = packing.batches
-
-    class Bad:
-        def __init__(self, *arguments):
-            self.stream, self.count = batches(*arguments), 0
-            self.get_state, self.set_state = self.stream.get_state, self.stream.set_state
-
-        def __next__(self):
-            self.count += 1
-            batch = next(self.stream)
-            return {**batch, "tokens": batch["tokens"] + 1000} if self.count > 6 else batch
-
-    monkeypatch.setattr(packing, "batches", Bad)
-    assert sft.main(arguments(folder, "bad", "--steps", "30")) == 1
-    assert "step 7" in (message := capsys.readouterr().err)
-    assert "the checkpoint of step 5 is intact" in message
-
-
 # Sorted drafts
 
 
