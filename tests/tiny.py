@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.costs.prices import simple_prices
+from jaxspec.costs.prices import Prices
 from jaxspec.decoding import Parts
 from jaxspec.drafting.asd_drafter import ASDDrafter
 from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
@@ -49,6 +49,7 @@ from jaxspec.heads.uno.drafter import UnoDrafter, UnoSinglePassDrafter
 from jaxspec.heads.uno.network import UnoConfig
 from jaxspec.io.tokenizers.intersection import Intersection
 from jaxspec.loading.drafts import fitted
+from jaxspec.methods import base, registry
 from jaxspec.methods.resources import LoadedModel
 from jaxspec.model import llama
 from jaxspec.model.config import LlamaConfig, RopeScaling, Scores
@@ -328,40 +329,43 @@ def _s2d(config: LlamaConfig, rule: Any) -> tuple[Any, Any]:
     return S2DDrafter(layers, (1, 2, 3), jnp.float32(_thresholds(config)), rule, K), params(layers)
 
 
-def choosing(config: LlamaConfig, candidates: tuple[Any, ...], **changes: Any) -> ChoosingDrafter:
-    """Returns a drafter that chooses among candidates; a draft token of a model costs 0.25 steps, a row 0.05.
-
-    `changes`: `cost`, `row_cost`, and `accept` of the models, one for all or one for each; or fields of the drafter.
-    """
-    cost, row_cost, accept = (
-        changes.pop(name, n) for name, n in (("cost", 0.25), ("row_cost", 0.05), ("accept", 0.75))
-    )
+def choosing(
+    config: LlamaConfig,
+    candidates: tuple[Any, ...],
+    cost: float = 0.25,
+    row_cost: float = 0.0,
+    accept: Any = 0.75,
+    memory: float = 0.95,
+) -> ChoosingDrafter:
+    """Returns a drafter that chooses among candidates; `accept`: of all models, or of each."""
     turns = tuple(one.taking_turns() for one in candidates)
     copies = [isinstance(one, LookupDrafter) for one in turns]
     costs = tuple(0.0 if copy else cost for copy in copies)
     each = iter(accept if isinstance(accept, tuple) else (accept,) * len(turns))
     known = tuple((0.5, 0.75) if copy else next(each) for copy in copies)
     longest = max(one.num_draft_tokens for one in turns)
-    prices = simple_prices(widths_of(turns), longest, costs, row_cost, known)
-    return ChoosingDrafter(config, turns, prices, **{"memory": jnp.float32(0.95), **changes})
+    prices = prices_of(widths_of(turns), longest, costs, row_cost, known)
+    return ChoosingDrafter(config, turns, prices, jnp.float32(memory))
 
 
-def draft_cost(hybrid: ChoosingDrafter) -> float:
-    """Returns the cost of a draft token of the second candidate, in plain steps."""
-    return float(hybrid.prices.draft[0, 1, 1, 0])
+def prices_of(widths: Any, longest: int, costs: Any, row_cost: float, accept: Any) -> Prices:
+    """Returns prices for any batch and length, in plain steps.
+
+    `costs`: of a draft token of each candidate; `row_cost`: of a further row; `accept`: of each candidate, for all
+    positions or some.
+    """
+    verify, draft = 1 + row_cost * (np.array(widths) - 1), np.outer(costs, np.arange(longest + 1))
+    known = [np.atleast_1d(one)[:longest] for one in accept]
+    rates = np.stack([np.pad(one, (0, longest - len(one)), mode="edge") for one in known])
+    times = (jnp.float32(np.stack([one, 0 * one], axis=-1)[None]) for one in (verify, draft))
+    return Prices(jnp.array([1]), *times, jnp.float32(rates))
 
 
-def _hybrid(
-    first: Callable[[], Any], second: Callable[[LlamaConfig, Any], tuple[Any, Any]], rule: str, **changes: Any
-) -> Case:
-    """Returns the case of a lookup and a model, at a cost with which the tests' prompts use both."""
-
-    def made(config: LlamaConfig, _: Any) -> tuple[Any, Any]:
-        drafter, own = second(config, RULES[rule](config.hidden_size))
-        numbers = {"cost": 0.3, "accept": 0.7, "memory": jnp.float32(0.9)}
-        return choosing(config, (first(), drafter), joint=False, **numbers), (None, own)
-
-    return Case(made, family="hybrid", has_rule=False, **changes)
+def draft_cost(lm: LanguageModel, name: str, **options: Any) -> float:
+    """Returns the cost that a method declares for a draft pass, in plain steps; further rows are free."""
+    method = registry.make(name, options)
+    cost: Any = method.cost(lm.loaded, *lm.drafter(method))
+    return base.share_of_step(cost, lm.loaded)
 
 
 def _among(
@@ -376,7 +380,7 @@ def _among(
         drafters, own = zip(*(one(config, Constant()) for one in make), strict=True)
         firsts = tuple(first() for first in lookups)
         # A model whose draft was wrong is followed by another one.
-        numbers = {"cost": 0.2, "row_cost": 0.01, "accept": accept, "memory": jnp.float32(0.8)}
+        numbers = {"cost": 0.2, "row_cost": 0.01, "accept": accept, "memory": 0.8}
         return choosing(config, firsts + drafters, **numbers), (*(None for _ in firsts), *own)
 
     return Case(made, family="choosing", has_rule=False, **changes)
@@ -646,18 +650,16 @@ DRAFTERS: dict[str, Case] = {
     "suffix-reference": _referring(suffix, "suffix"),
     "token-recycling-chain": _recycling((-1, 0, 1), (0, 0, 0)),
     "token-recycling": _recycling((-1, -1, 0, 0, 1, 2), (0, 1, 0, 1, 0, 0), methods=("token-recycling",)),
-    "hybrid": _hybrid(suffix, _layerskip, "any_of", methods=("hybrid",), config=DEEP),
-    "hybrid-draft-model": _hybrid(_ngram, _draft_model, "constant"),
-    "hybrid-asd": _hybrid(suffix, _asd, "product", config=DEEP),
-    "hybrid-eagle": _hybrid(_ngram, _eagle, "confidence"),
-    "hybrid-recycling": _hybrid(suffix, _recycling((-1, -1, 0, 0), (0, 1, 0, 1)).make, "constant"),
-    "hybrid-tree-drawn": _hybrid(_ngram, _tree(_eagle_vocab, DRAWN).make, "constant"),
-    "hybrid-tree": _hybrid(suffix, _tree(_eagle).make, "constant"),
+    "choosing-asd": _among(_asd, lookups=(suffix,), config=DEEP),
+    "choosing-recycling": _among(_recycling((-1, -1, 0, 0), (0, 1, 0, 1)).make, lookups=(suffix,)),
+    "choosing-tree": _among(_tree(_eagle).make, lookups=(suffix,)),
     "choosing-heads": _among(_eagle, _eagle3, lookups=(suffix,)),
     "choosing-trees": _among(
         _tree(_eagle_vocab, DRAWN).make, _layerskip, lookups=(_ngram,), accept=(0.9, 0.6)
     ),
-    "choosing": _among(_layerskip, _draft_model, lookups=(_ngram, suffix), methods=("auto",), config=DEEP),
+    "choosing": _among(
+        _layerskip, _draft_model, lookups=(_ngram, suffix), methods=("auto", "hybrid"), config=DEEP
+    ),
     "draft-model-vocab": over_some_tokens(_draft_model, family="draft-model"),
     "draft-model-other-vocab": Case(_other_vocabulary, family="draft-model"),
     "draft-exit": Case(
@@ -816,7 +818,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_draft_tokens": K},
     "suffix": {"method": "suffix", "num_draft_tokens": K},
     "token-recycling": {"method": "token-recycling", "tree": "5x3"},
-    "hybrid": {},
     "choosing": {},
     "draft-model": {"method": "draft-model", "num_draft_tokens": K},
     "draft-exit": {

@@ -45,34 +45,13 @@ class Prices:
         return verify / verify[0], draft / verify[0]
 
 
-def simple_prices(
-    widths: Sequence[int],
-    longest: int,
-    costs: Sequence[float],
-    row_cost: float,
-    accept: Sequence[float | Sequence[float]],
-) -> Prices:
-    """Returns prices for any batch and length, in plain steps.
-
-    Args:
-      widths: the drafter's `verify_widths`.
-      longest: K.
-      costs: of each candidate, the cost of a draft token, or of a level of its trees.
-      row_cost: the cost of each further row of a verification.
-      accept: of each candidate, a number or the acceptance of some positions; the last one holds for later ones.
-    """
-    verify = 1 + row_cost * (np.array(widths) - 1)
-    draft = np.array(costs)[:, None] * np.arange(longest + 1)
-    return _prices((1,), verify[None], draft[None], 0 * verify[None], 0 * draft[None], accept)
-
-
 def measured_prices(
     costs: StepCosts,
     drafts: Sequence[DraftCost],
     trees: Sequence[int],
     widths: Sequence[int],
     longest: int,
-    accept: Sequence[float | Sequence[float]],
+    accept: Sequence[Sequence[float]],
     one_width: bool = False,
 ) -> Prices:
     """Returns prices from the costs of steps, for batches of up to `ROWS[-1]` rows.
@@ -81,7 +60,9 @@ def measured_prices(
       costs: of the device.
       drafts: the work of each candidate's drafts.
       trees: the number of nodes of each candidate's trees; 0 for chains.
-      widths, longest, accept: as for `simple_prices`.
+      widths: the drafter's `verify_widths`.
+      longest: K.
+      accept: of each candidate, the acceptance of the first positions; the last one holds for later ones.
       one_width: whether every verification has the largest width.
     """
 
@@ -89,10 +70,10 @@ def measured_prices(
         return costs.step_ms(widths[-1] if one_width else width, live=live, batch=batch) + costs.loop_ms
 
     def draft_ms(draft: DraftCost, nodes: int, length: int, live: int, batch: int) -> float:
-        if draft.copies or not length:
+        if draft.lookup or not length:
             return 0.0
         width = next(width for width in widths if width > (nodes or length))
-        its = dataclasses.replace(draft, widths=(widths[-1] if one_width else width,), lookup=False)
+        its = dataclasses.replace(draft, widths=(widths[-1] if one_width else width,))
         return its.round_ms(costs, length, live, batch) - verify_ms(width, live, batch)
 
     def table(live: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,22 +88,10 @@ def measured_prices(
         return np.array(verify), np.array(draft)
 
     (verify, draft), later = table(0), table(1)
-    return _prices(ROWS, verify, draft, later[0] - verify, later[1] - draft, accept)
-
-
-def _prices(
-    rows: Sequence[int],
-    verify: np.ndarray,
-    draft: np.ndarray,
-    verify_token: np.ndarray,
-    draft_token: np.ndarray,
-    accept: Sequence[float | Sequence[float]],
-) -> Prices:
-    longest = draft.shape[-1] - 1
-    known = [np.atleast_1d(np.asarray(one, np.float32))[:longest] for one in accept]
+    known = [np.asarray(one, np.float32)[:longest] for one in accept]
     return Prices(
-        jnp.array(rows, jnp.int32),
-        jnp.asarray(np.stack([verify, verify_token], axis=-1), jnp.float32),
-        jnp.asarray(np.stack([draft, draft_token], axis=-1), jnp.float32),
+        jnp.array(ROWS, jnp.int32),
+        jnp.asarray(np.stack([verify, later[0] - verify], axis=-1), jnp.float32),
+        jnp.asarray(np.stack([draft, later[1] - draft], axis=-1), jnp.float32),
         jnp.asarray(np.stack([np.pad(one, (0, longest - len(one)), mode="edge") for one in known])),
     )

@@ -167,11 +167,9 @@ class DraftCost:
       rows: the number of rows of a draft pass; above 1 for a tree, each of whose levels takes one pass.
       shared: the number of these layers that verification reuses instead of running them again: the exit layer of an
         early exit, else 0.
-      lookup: whether the draft is copied from a text, which takes a search.
+      lookup: whether the draft is copied from earlier tokens, which takes only a search.
       absorb_layers: the work to absorb one token into the drafter's own state, in layers of the target; 0 if it has no
         state.
-      adapts: whether `auto` need not choose a length, because a stop rule ends unprofitable drafts or the draft is a
-        tree.
       widths: the numbers of rows for which a verification is compiled, rising. A round runs the smallest that fits.
         () if every number is compiled.
       window: the cached tokens of a text that a draft token reads, if they are fewer than all; 0 for all. A shorter
@@ -192,7 +190,6 @@ class DraftCost:
     shared: float = 0.0
     lookup: bool = False
     absorb_layers: float = 0.0
-    adapts: bool = False
     widths: tuple[int, ...] = ()
     window: int = 0
     choice: tuple[int, int] = (0, 1)
@@ -218,11 +215,6 @@ class DraftCost:
         if self.shared:  # these layers have not run on the last draft token, which only verification reads
             verifying += costs.step_ms(layers=self.shared, live=live, batch=batch, heads=0)
         return search + drafting + verifying + costs.loop_ms
-
-    @property
-    def copies(self) -> bool:
-        """Whether the draft is a chain that costs only a search; False for a hybrid, which also runs layers."""
-        return self.lookup and not (self.layers or self.adapts)
 
     def absorb_ms(self, costs: StepCosts) -> float:
         """Returns the time in milliseconds to absorb one token into the drafter's own state."""

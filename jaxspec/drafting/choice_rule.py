@@ -78,7 +78,7 @@ class ChoiceState(NamedTuple):
 
 @struct.dataclass
 class ChoiceRule:
-    """The rule that chooses a draft, or none, for each row of a round.
+    """The rule that chooses a draft, or none, for each row of a round; the rows choose together.
 
     Lookups, which copy text, draft in every round. At most one of the other candidates, the *models*, drafts in a
     round. A round is an option: a model or none, the length of its draft, and the width of verification. With an
@@ -101,12 +101,13 @@ class ChoiceRule:
     If a model drafts trees of N nodes and depth D, a draft has only the length D, and aₙ is the rate of trees with an
     accepted node of depth n among those with one of depth n − 1.
 
-    **Bounded loss.** An option is possible only if the row could afford that none of its draft tokens is accepted: a
-    text never takes longer than plain decoding by more than `FIRST` steps and `SHARE` of its tokens, at these prices.
+    **Bounded loss.** An option is possible only if the rows could, on average, afford that no draft token is accepted.
+    At these prices, a text alone never takes longer than plain decoding by more than `FIRST` steps and `SHARE` of its
+    tokens. In a batch, this holds for the mean over the rows of each round with drafts.
 
     Attributes:
       candidates: the drafters.
-      prices, memory, joint: as in `choosing_drafter.ChoosingDrafter`.
+      prices, memory: as in `choosing_drafter.ChoosingDrafter`.
       widths: the verify widths, rising, static.
     """
 
@@ -114,7 +115,6 @@ class ChoiceRule:
     prices: Prices
     memory: jax.Array | float
     widths: tuple[int, ...] = struct.field(pytree_node=False)
-    joint: bool = struct.field(pytree_node=False)
 
     @property
     def lookups(self) -> tuple[int, ...]:
@@ -175,7 +175,7 @@ class ChoiceRule:
         live = budget > 0
         rows = jnp.maximum(jnp.sum(live), 1)
         tokens = jnp.sum(jnp.where(live, length, 0)) / rows
-        verify, draft = self.prices.for_rows(rows if self.joint else jnp.int32(1), tokens)
+        verify, draft = self.prices.for_rows(rows, tokens)
         model, depth, width = self._options()
         cost = verify[width] + jnp.where(model < 0, 0.0, draft[model, depth])
 
@@ -192,32 +192,22 @@ class ChoiceRule:
             modelled.append(jnp.take_along_axis(self._modelled(state, at), lengths, axis=1))
         drafted = jnp.concatenate(modelled, axis=1)
 
-        gain, credit = jnp.maximum(best, drafted), state.credit[:, None]
-        if self.joint:
-            gain, credit = (
-                jnp.sum(jnp.where(live[:, None], of, 0.0), axis=0, keepdims=True) / rows
-                for of in (gain, credit)
-            )
+        gain = jnp.sum(jnp.where(live[:, None], jnp.maximum(best, drafted), 0.0), axis=0) / rows
+        credit = jnp.sum(jnp.where(live, state.credit, 0.0)) / rows
         possible = (cost - 1 <= credit) | (jnp.arange(len(model)) == 0)
         # Among equal rates the first option: plain decoding, then the narrowest.
-        option = jnp.argmax(jnp.where(possible, (1 + gain) / cost, 0.0), axis=1)
-        option = jnp.broadcast_to(option, budget.shape)
-
-        def of_option(values: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(values, option[:, None], axis=1)[:, 0]
-
-        expected, from_model = of_option(best), of_option(drafted)
+        option = jnp.argmax(jnp.where(possible, (1 + gain) / cost, 0.0))
+        expected, from_model, number = best[:, option], drafted[:, option], jnp.asarray(width)[option]
         takes_model, takes_lookup = from_model > expected, (expected >= from_model) & (expected > 0)
-        lookup = jnp.argmax(copies[:, jnp.arange(len(budget)), jnp.asarray(width)[option]], axis=0)
+        lookup = jnp.argmax(copies[:, :, number], axis=0)
         candidate = jnp.where(takes_model, jnp.asarray(model)[option], -1)
         lengths = jnp.where(takes_model, jnp.minimum(jnp.asarray(depth)[option], budget), 0)
-        for number, (at, one) in enumerate(zip(self.lookups, found, strict=True)):
-            mine = takes_lookup & (lookup == number)
-            fits = jnp.minimum(
-                jnp.asarray(drafts)[jnp.asarray(width)[option]], jnp.minimum(one.count, budget)
-            )
+        for place, (at, one) in enumerate(zip(self.lookups, found, strict=True)):
+            mine = takes_lookup & (lookup == place)
+            fits = jnp.minimum(jnp.asarray(drafts)[number], jnp.minimum(one.count, budget))
             candidate, lengths = jnp.where(mine, at, candidate), jnp.where(mine, fits, lengths)
-        return Choice(candidate.astype(jnp.int32), lengths.astype(jnp.int32), cost[option])
+        costs = jnp.broadcast_to(cost[option], budget.shape)
+        return Choice(candidate.astype(jnp.int32), lengths.astype(jnp.int32), costs)
 
     def _options(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the model of each option (−1 for none), the length of its draft, and the number of the width.
@@ -232,9 +222,7 @@ class ChoiceRule:
             for depth in (most,) if one.drafts_trees else range(1, most + 1):
                 # The first width above the number of nodes, or a wider one for the lookups of other rows.
                 first = bisect.bisect(widths, one.num_nodes if one.drafts_trees else depth)
-                options += [(at, depth, width) for width in range(first, len(widths))][
-                    : None if self.joint else 1
-                ]
+                options += [(at, depth, width) for width in range(first, len(widths))]
         model, depths, places = np.array(options).T
         return model, depths, places
 

@@ -102,8 +102,6 @@ class ChoosingDrafter(Drafter):
       candidates: drafters that can take turns, see `Drafter.taking_turns`.
       prices: the data of the choice.
       memory: the factor by which counts decay per round, 0 to 1.
-      joint: whether the rows of a batch choose an option together, static. Otherwise each row chooses for itself, as if
-        it were alone; then there may be only one model.
       plain: whether every choice is plain decoding, static: a smaller program, for the same state, that counts which
         copies would have been right.
     """
@@ -112,13 +110,13 @@ class ChoosingDrafter(Drafter):
     candidates: tuple[Drafter, ...]
     prices: Prices
     memory: jax.Array | float = 0.95
-    joint: bool = struct.field(pytree_node=False, default=True)
     plain: bool = struct.field(pytree_node=False, default=False)
+    mixes_rows = True  # they choose together
 
     @property
     def rule(self) -> ChoiceRule:
         """The choice among the candidates."""
-        return ChoiceRule(self.candidates, self.prices, self.memory, self.verify_widths, self.joint)
+        return ChoiceRule(self.candidates, self.prices, self.memory, self.verify_widths)
 
     @property
     def num_draft_tokens(self) -> int:  # type: ignore[override]
@@ -159,11 +157,6 @@ class ChoosingDrafter(Drafter):
     def num_top_tokens(self) -> int:
         """The largest number of top-k target tokens that a candidate reads."""
         return max(one.num_top_tokens for one in self.candidates)
-
-    @property
-    def mixes_rows(self) -> bool:
-        """Whether the choice, or a candidate's drafts, depend on the other rows."""
-        return self.joint or any(one.mixes_rows for one in self.candidates)
 
     @property
     def static(self) -> bool:

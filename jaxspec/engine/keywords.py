@@ -79,7 +79,6 @@ class Keywords(TypedDict, total=False):
     asd_numbers: os.PathLike[str] | str | None
     draft: HasModel | os.PathLike[str] | str | None
     draft_bits: Literal[8, 4] | None
-    draft_cost: float | None
     draft_exit: int | None
     draft_vocab: int | os.PathLike[str] | str | None
     draft_window: Sequence[int]

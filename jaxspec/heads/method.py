@@ -32,7 +32,7 @@ class HeadMethod(ChainMethod):
       Eagle3(num_draft_tokens=7, draft='head')
     """
 
-    # Whether `auto` and `hybrid` may choose the method by themselves.
+    # Whether `auto` may offer the method by itself.
     may_pay: ClassVar[bool] = False
 
     draft: FilePath | None = option(None, metavar="DIR|ID")

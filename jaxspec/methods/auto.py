@@ -63,14 +63,8 @@ class Auto(DraftingMethod):
         super().__post_init__()
         if len(self.among) > _MOST:
             raise ValueError(f"among names {len(self.among)} methods; give at most {_MOST}")
-        for kind in map(kind_of, self.among):
-            if not kind.options() or kind.composite:
-                raise ValueError(
-                    f"among names {kind.name!r}; give methods that draft, and do not choose themselves"
-                )
-        object.__setattr__(
-            self, "among", tuple(kind_of(one)() if isinstance(one, str) else one for one in self.among)
-        )
+        among = tuple(kind_of(one)() if isinstance(one, str) else one for one in self.among)
+        object.__setattr__(self, "among", among)
 
     @classmethod
     def usual(cls) -> dict[str, str]:
@@ -87,14 +81,13 @@ class Auto(DraftingMethod):
         own = {name: given[name] for name in cls.options() if name in given}
         made = cls(**own)
         rest = {name: value for name, value in given.items() if name not in own}
-        among = tuple(with_options(one, rest) for one in made.methods())
+        among = tuple(_with_options(one, rest) for one in made.methods())
         return dataclasses.replace(made, among=among) if rest else made
 
     @classmethod
     def parts(cls, given: Mapping[str, Any]) -> tuple[type[Method], ...]:
-        """Returns the methods that `among` names, and the parts of those."""
-        kinds = [kind for kind in map(kind_of, given.get("among", ())) if not issubclass(kind, Auto)]
-        return tuple(part for kind in kinds for part in (kind, *kind.parts(given)))
+        """Returns the methods that `among` names."""
+        return tuple(map(kind_of, given.get("among", ())))
 
     def methods(self) -> tuple[Method, ...]:
         """Returns the methods that `among` names, with their options; () where it names none."""
@@ -118,7 +111,7 @@ class Auto(DraftingMethod):
             return AutoregressiveDrafter(self.length(_USUAL)), None
         drafters = tuple(one.drafter for one in candidates)
         widths, longest = widths_of(drafters), max(one.num_draft_tokens for one in drafters)
-        accept = [_LOOKUP if one.cost.copies else one.expected or _UNKNOWN for one in candidates]
+        accept = [_LOOKUP if one.cost.lookup else one.expected or _UNKNOWN for one in candidates]
         trees = [one.num_nodes if one.drafts_trees else 0 for one in drafters]
         given = _costs(target, resources), _works(candidates), trees, widths, longest, accept
         prices = measured_prices(*given, one_width=resources.platform != "cpu")
@@ -230,18 +223,22 @@ def _works(candidates: Sequence[Candidate]) -> list[DraftCost]:
 
 
 def kind_of(one: str | Method, name: str = "among") -> type[Method]:
-    """Returns the class of a method, given as such or by its name in the option of this name."""
-    if not isinstance(one, str):
-        return type(one)
+    """Returns the class of a method, given as such or by its name in the option `name`.
+
+    Raises:
+      ValueError: there is no such method, or it does not draft by itself; one line.
+    """
     try:
-        return registry.find(one)
+        kind = registry.find(one) if isinstance(one, str) else type(one)
     except ValueError as error:
         raise ValueError(f"`{name}`: {error}") from None
+    if kind.composite or not kind.options():
+        raise ValueError(f"{name} names {kind.name!r}; give a method that drafts, and does not choose others")
+    return kind
 
 
-def with_options(method: Method, given: Mapping[str, Any]) -> Method:
-    """Returns a method with those of the given options that it has, or its parts."""
+def _with_options(method: Method, given: Mapping[str, Any]) -> Method:
+    """Returns a method with those of the given options that it has."""
     kind = type(method)
-    options = kind.converted(given)
-    read = {name for part in (kind, *kind.parts(options)) for name in part.options()}
-    return kind.from_options(method.given | {name: value for name, value in options.items() if name in read})
+    options = {name: value for name, value in given.items() if name in kind.options()}
+    return kind.from_options(method.given | kind.converted(options))

@@ -172,7 +172,7 @@ class Method:
         return ()
 
     def cost(self, target: LoadedModel, drafter: Drafter, params: Any) -> DraftCost | None:
-        """Returns the cost of its drafts, which `auto`, `hybrid` and reports use; None if it is not declared.
+        """Returns the cost of its drafts, which `auto` and reports use; None if it is not declared.
 
         Args:
           target: the model that verifies.
@@ -296,12 +296,10 @@ def layers_of(params: Any, target: LoadedModel) -> float:
     return target.config.num_layers * size_of(params) / size_of(target.params["layers"])
 
 
-def read_costs(target: LoadedModel, row: float = 0.0) -> StepCosts:
+def read_costs(target: LoadedModel) -> StepCosts:
     """Returns costs of steps in proportion to the bytes of weights that they read, in units of a step of one row.
 
-    Args:
-      target: the model.
-      row: the cost of each additional row; 0 if only the weights cost time, as is nearly so on accelerators.
+    Further rows are free, as is nearly so on accelerators.
     """
     import jax
 
@@ -310,7 +308,7 @@ def read_costs(target: LoadedModel, row: float = 0.0) -> StepCosts:
 
     layers: int = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params["layers"]))
     rest = 1 - layers / floor_bytes(target.config, target.params)
-    return guessed(target.config.num_layers, row, rest, lookup=0.0)
+    return guessed(target.config.num_layers, 0.0, rest, lookup=0.0)
 
 
 def token_share(target: LoadedModel) -> float:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Grammar(Lookup, DraftingMethod):
     """The tokens that the text's grammar makes certain, such as the keys of a JSON object.
 
-    They are drafts that the model verifies. ngram, suffix, hybrid and auto draft them too, where they find no other
+    They are drafts that the model verifies. ngram, suffix and auto draft them too, where they find no other
     text. Without a grammar this is plain decoding.
 
     Examples:

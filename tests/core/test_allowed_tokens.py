@@ -66,7 +66,7 @@ DRAFTERS = [
 # and choices among them.
 MASKED = (
     *("autoregressive", "ngram", "grammar", "draft-model", "asd", "layerskip"),
-    *("s2d", "eagle-tree", "dflash", "uno", "hybrid", "choosing"),
+    *("s2d", "eagle-tree", "dflash", "uno", "choosing"),
 )
 
 
@@ -156,13 +156,13 @@ def next_probs(one: TokenTable, prompt, eos, presence, prefix, **warp) -> np.nda
 SAMPLED = [
     tiny.Combination("draft-model", "any_of", "block"),
     tiny.Combination("eagle-tree-drawn", "-", "rejection"),
-    tiny.Combination("hybrid-tree-drawn", "-", "rejection"),
+    tiny.Combination("choosing-trees", "-", "rejection"),
     tiny.Combination("suffix", "-", "rejection"),
     tiny.Combination("medusa-tree", "-", "coupled"),
     tiny.Combination("layerskip", "constant", "coupled"),
     tiny.Combination("s2d-target", "confidence", "rejection"),
     tiny.Combination("uno", "constant", "block"),
-    tiny.Combination("hybrid", "-", "block"),
+    tiny.Combination("choosing", "-", "block"),
 ]
 
 

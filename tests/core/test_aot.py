@@ -198,7 +198,7 @@ def part(leaf):
 
 
 def test_a_draft_is_spread_as_its_own_shape(tmp_path):
-    """Also in a hybrid, whose config is the target's."""
+    """Also beside another method, where the drafter's config is the target's."""
     target = LlamaConfig(64, 16, 32, 4, num_heads=8, num_kv_heads=2, head_dim=8)
     draft = dataclasses.replace(target, hidden_size=8, num_layers=3, num_kv_heads=8, intermediate_size=24)
     (tmp_path / "config.json").write_text(json.dumps(config_json.config_json(draft, "bfloat16")))

@@ -77,8 +77,8 @@ VARIANTS = (
     "dflash-windows",
 )
 FORMS = [*tiny.usual(), *(one for one in tiny.ordinary() if one.drafter in VARIANTS)]
-# Their drafters are those of `eagle3`, `draft-model` and `choosing`; plain decoding has no drafts.
-ALIKE = ("eagle", "quantised", "hybrid", "autoregressive")
+# Their drafters are those of `eagle3` and `draft-model`; plain decoding has no drafts.
+ALIKE = ("eagle", "quantised", "autoregressive")
 CLASSES = [one for one in tiny.usual() if one.drafter not in ALIKE]
 COMBINATIONS = parameters(tiny.full_product(), FORMS, tiny.families())
 USUAL = parameters(tiny.full_product(), CLASSES, tiny.families())
@@ -360,11 +360,8 @@ SAMPLED = [
     tiny.Combination("hydra-tree", "-", "rejection"),
     tiny.Combination("dflash-tree", "-", "block"),
     tiny.Combination("dflash-tree-drawn", "-", "rejection"),
-    tiny.Combination("hybrid", "-", "block"),
-    tiny.Combination("hybrid-draft-model", "-", "rejection"),
-    tiny.Combination("hybrid-recycling", "-", "rejection"),
-    tiny.Combination("hybrid-tree-drawn", "-", "rejection"),
-    tiny.Combination("hybrid-tree", "-", "block"),
+    tiny.Combination("choosing-recycling", "-", "rejection"),
+    tiny.Combination("choosing-tree", "-", "block"),
     tiny.Combination("choosing", "-", "rejection"),
     tiny.Combination("choosing-heads", "-", "block"),
     tiny.Combination("choosing-trees", "-", "rejection"),

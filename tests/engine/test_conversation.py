@@ -22,11 +22,11 @@ FORGETS = TEMPLATE.replace(
 )
 TURNS = ("ab", "cab ed", "dd")
 OPTIONS = {"max_new_tokens": 10, "ignore_eos": True}
-REPRESENTATIVES = ("autoregressive", "ngram", "layerskip", "draft-model", "eagle3", "hybrid")
+REPRESENTATIVES = ("autoregressive", "ngram", "layerskip", "draft-model", "eagle3", "choosing")
 OTHERS = (
-    *("s2d", "eagle-tree", "clasp", "knapspec", "hybrid-eagle", "dflash", "dspark", "kangaroo"),
-    *("suffix", "token-recycling", "hybrid-draft-model", "asd", "s2d-target", "medusa-tree"),
-    *("hybrid-asd", "draft-model-pairs", "draft-verify", "s2d-vocab", "hydra", "eagle-vocab"),
+    *("s2d", "eagle-tree", "clasp", "knapspec", "choosing-heads", "dflash", "dspark", "kangaroo"),
+    *("suffix", "token-recycling", "asd", "s2d-target", "medusa-tree"),
+    *("choosing-asd", "draft-model-pairs", "draft-verify", "s2d-vocab", "hydra", "eagle-vocab"),
 )
 
 
@@ -78,7 +78,7 @@ def test_every_turn_equals_a_text_of_its_own(name, monkeypatch):
     for answer, fresh, same in turns(lm, lm.chat(method=method, **OPTIONS), method=method):
         assert answer.tokens == fresh.tokens
         if (
-            name.partition("-")[0] != "asd" and name != "hybrid-asd"
+            name.partition("-")[0] != "asd" and name != "choosing-asd"
         ):  # their mask follows the tokens that were fed
             assert answer.token_records == fresh.token_records
         counts = answer.statistics

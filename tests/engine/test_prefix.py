@@ -33,8 +33,8 @@ SPREAD = dataclasses.replace(tiny.TARGET, vocab_size=16, num_heads=8)
 OPTIONS = {"max_new_tokens": 12, "ignore_eos": True, "logprobs": True}
 # Their mask follows the tokens that were fed, or the rows of a batch choose together.
 OTHER_DRAFTS = (
-    *("asd", "asd-static", "asd-shared", "asd-vocab", "hybrid-asd"),
-    *("choosing", "choosing-heads", "choosing-trees"),
+    *("asd", "asd-static", "asd-shared", "asd-vocab"),
+    *("choosing", "choosing-asd", "choosing-heads", "choosing-recycling", "choosing-tree", "choosing-trees"),
 )
 # Their states and caches are of different kinds.
 REPRESENTATIVES = ("ngram", "eagle3")

@@ -234,10 +234,9 @@ class Fitted(methods.LayerSkip):
     "method",
     [
         Fitted(exit_layer=1),
-        methods.Hybrid(first="ngram", second=Fitted(exit_layer=1)),
         methods.Auto(among=("ngram", Fitted(exit_layer=1))),
     ],
-    ids=["alone", "hybrid", "auto"],
+    ids=["alone", "auto"],
 )
 def test_no_request_gets_the_files_of_another_distribution(lm, sessions, method):
     """A request is refused after one that has files as it is before it; and one that has them joins its like."""

@@ -73,7 +73,7 @@ def test_no_other_is_traced_where_only_the_widest_is_compiled():
 
 
 @pytest.mark.representatives("eagle3")
-@pytest.mark.parametrize("name", ["ngram", "s2d", "s2d-target", "hybrid", "eagle3", "token-recycling"])
+@pytest.mark.parametrize("name", ["ngram", "s2d", "s2d-target", "choosing", "eagle3", "token-recycling"])
 def test_texts_with_the_widest_alone(accelerator, name):
     config = dataclasses.replace(tiny.config_of(name), vocab_size=17)
     lm = LanguageModel(config, tiny.params(config))

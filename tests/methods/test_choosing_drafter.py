@@ -12,13 +12,13 @@ from flax import struct
 
 from jaxspec import methods
 from jaxspec.cli.methods import parse_run
-from jaxspec.costs.prices import measured_prices, simple_prices
+from jaxspec.costs.prices import measured_prices
 from jaxspec.costs.rounds import DraftCost, StepCosts
 from jaxspec.decoding import Parts
 from jaxspec.drafting import choice_rule
 from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
-from jaxspec.drafting.choice_rule import Choice, ChoiceState, Found
-from jaxspec.drafting.choosing_drafter import ChoosingDrafter
+from jaxspec.drafting.choice_rule import Choice, ChoiceRule, ChoiceState, Found
+from jaxspec.drafting.choosing_drafter import ChoosingDrafter, widths_of
 from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
 from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.drafting.lookup import LookupDrafter, joined
@@ -68,10 +68,8 @@ class Counting(Drafter):
         )
 
 
-def hybrid(first, second, config=tiny.TARGET, cost=0.25, memory=0.95, **changes) -> ChoosingDrafter:
-    return tiny.choosing(
-        config, (first, second), cost=cost, row_cost=0.0, memory=jnp.float32(memory), joint=False, **changes
-    )
+def pair(first, second, config=tiny.TARGET, **numbers) -> ChoosingDrafter:
+    return tiny.choosing(config, (first, second), **numbers)
 
 
 def loop(drafter, target=None, own=None, config=tiny.TARGET) -> tiny.Loop:
@@ -123,20 +121,23 @@ def found_of(*counts: int) -> Found:
     return Found(jnp.zeros((len(counts), 9), jnp.int32), count, count.astype(jnp.float32))
 
 
+# A cheap model and a dearer one.
+MODELS = tuple(DraftModelDrafter(tiny.TARGET, num_draft_tokens=length) for length in (3, 6))
+
+
+def rule_of(costs, row_cost, accept, models=MODELS, widths=None) -> ChoiceRule:
+    """Returns the choice among a lookup of 9 tokens and models."""
+    candidates = tiny.suffix().replace(num_draft_tokens=9), *models
+    widths = widths or widths_of(candidates)
+    return ChoiceRule(candidates, tiny.prices_of(widths, 9, costs, row_cost, accept), 0.95, widths)
+
+
 def chosen(found, seen, cost, *, budget=9, row_cost=0.0, accept=0.75, credit=1e6, widths=None):
     """Returns whether the lookup is chosen or nothing, and the length; the model drafts at most 3 tokens."""
 
-    class Widths(ChoosingDrafter):
-        verify_widths = widths or (1, 10)
-
-    made = hybrid(
-        tiny.suffix().replace(num_draft_tokens=9), DraftModelDrafter(tiny.TARGET, num_draft_tokens=3)
-    )
-    drafter = Widths(*(getattr(made, field.name) for field in dataclasses.fields(made)))
-    prices = simple_prices(drafter.verify_widths, 9, (0.0, cost), row_cost, ((0.5, 0.75), accept))
-    choice = drafter.replace(prices=prices).rule.choose(
-        state_of(2, credit=credit, **seen), (found_of(found),), jnp.array([20]), jnp.array([budget])
-    )
+    rule = rule_of((0.0, cost), row_cost, ((0.5, 0.75), accept), MODELS[:1], widths or (1, 10))
+    state = state_of(2, credit=credit, **seen)
+    choice = rule.choose(state, (found_of(found),), jnp.array([20]), jnp.array([budget]))
     return choice.candidate.item() != 1, choice.length.item()
 
 
@@ -220,23 +221,17 @@ def test_a_draft_costs_at_most_the_credit():
 # Several models and rows
 
 
-def three(joint: bool = True, **prices) -> ChoosingDrafter:
-    """Returns a lookup of 9 tokens, a cheap model of 3 and a dearer one of 6."""
-    first = tiny.suffix().replace(num_draft_tokens=9)
-    models = (DraftModelDrafter(tiny.TARGET, num_draft_tokens=length) for length in (3, 6))
-    made = tiny.choosing(tiny.TARGET, (first, *models), joint=joint)
-    given = {"costs": (0.0, 0.1, 0.3), "row_cost": 0.05, "accept": ((0.5, 0.75), 0.75, 0.75)} | prices
-    return dataclasses.replace(made, prices=simple_prices(made.verify_widths, 9, **given))
+THREE = rule_of((0.0, 0.1, 0.3), 0.05, ((0.5, 0.75), 0.75, 0.75))
 
 
-def choice_of(drafter, rows, seen=(), credit=1e6, lengths=20, budget=9):
+def choice_of(rule, rows, seen=(), credit=1e6, lengths=20, budget=9):
     """Returns the candidates and lengths of rows with lookups of these lengths; `seen`: right and wrong by row."""
     state = state_of(3, len(rows), credit)
     for row, counts in enumerate(seen):
         for candidate, (right, wrong) in counts.items():
             state.right[row, candidate, 0], state.wrong[row, candidate, 0] = right, wrong
     length = jnp.full(len(rows), lengths)
-    choice = drafter.rule.choose(state, (found_of(*rows),), length, jnp.broadcast_to(budget, length.shape))
+    choice = rule.choose(state, (found_of(*rows),), length, jnp.broadcast_to(budget, length.shape))
     return choice.candidate.tolist(), choice.length.tolist(), choice.cost
 
 
@@ -244,22 +239,21 @@ FAST, DEEP = {1: (60, 0), 2: (0, 60)}, {1: (0, 60), 2: (90, 0)}
 
 
 def test_one_model_runs_for_the_rows_that_gain_most_together():
-    made = three()
-    assert choice_of(made, [0], [FAST])[:2] == ([1], [3])
-    assert choice_of(made, [0], [DEEP])[:2] == ([2], [6])
+    assert choice_of(THREE, [0], [FAST])[:2] == ([1], [3])
+    assert choice_of(THREE, [0], [DEEP])[:2] == ([2], [6])
     # Two rows outvote one; it drafts too, as the model runs anyway.
-    assert choice_of(made, [0, 0, 0], [FAST, FAST, DEEP])[0] == [1, 1, 1]
-    assert choice_of(made, [0, 0, 0], [DEEP, FAST, DEEP])[0] == [2, 2, 2]
+    assert choice_of(THREE, [0, 0, 0], [FAST, FAST, DEEP])[0] == [1, 1, 1]
+    assert choice_of(THREE, [0, 0, 0], [DEEP, FAST, DEEP])[0] == [2, 2, 2]
     # A row with a good match keeps it, and finished rows have no vote.
     copies = {0: (40, 0)}
-    candidates, lengths, _ = choice_of(made, [3, 0], [copies | DEEP, FAST])
+    candidates, lengths, _ = choice_of(THREE, [3, 0], [copies | DEEP, FAST])
     assert (candidates, lengths[1]) == ([0, 1], 3)
-    assert choice_of(made, [0, 0, 0], [FAST, FAST, DEEP], budget=jnp.array([0, 0, 9]))[0][2] == 2
+    assert choice_of(THREE, [0, 0, 0], [FAST, FAST, DEEP], budget=jnp.array([0, 0, 9]))[0][2] == 2
 
 
 def test_a_match_in_one_row_must_pay_for_all_rows():
     """A verification takes the width of the longest draft in every row."""
-    made = three(row_cost=0.2, costs=(0.0, 9.0, 9.0), accept=((0.5, 0.98), 0.5, 0.5))
+    made = rule_of((0.0, 9.0, 9.0), 0.2, ((0.5, 0.98), 0.5, 0.5))
     copies = {0: (90, 0)}
     assert choice_of(made, [9], [copies])[1] == [9]
     assert choice_of(made, [9] + 7 * [0], [copies] + 7 * [{}])[1] == 8 * [0]
@@ -269,12 +263,11 @@ def test_a_match_in_one_row_must_pay_for_all_rows():
 def test_prices_follow_the_rows_and_the_length():
     full = ((1, 1, 10.0), (11, 1, 10.5), (1, 8, 11.0), (11, 8, 40.0))
     costs = StepCosts("device", "model", "float32", 4, 0, full, 1, 4.0, 0.01)
-    made = three()
     work = DraftCost(lookup=True), DraftCost(layers=1, shared=1), DraftCost(layers=2)
-    given = (costs, work, (0, 0, 0), made.verify_widths, 9, (0.5, 0.5, 0.5))
+    given = (costs, work, (0, 0, 0), THREE.widths, 9, 3 * [(0.5,)])
     prices = measured_prices(*given)
     # Drafts are dearer beside those of seven other rows.
-    alone = dataclasses.replace(made, prices=prices)
+    alone = dataclasses.replace(THREE, prices=prices)
     assert choice_of(alone, [9], [{0: (9, 0)}])[1][0] >= 5
     assert max(choice_of(alone, 8 * [9], 8 * [{0: (9, 40)}])[1]) <= 1
     wide = measured_prices(*given, one_width=True)
@@ -283,23 +276,22 @@ def test_prices_follow_the_rows_and_the_length():
 
 def test_matches_are_judged_by_the_text_whether_or_not_they_were_verified():
     """A match has the right tokens that the round committed; a wrong one counts only where a token was committed."""
-    made = three()
     state = state_of(3, 4)
     found = Found(jnp.tile(jnp.arange(9), (4, 1)), jnp.array([9, 9, 2, 0]), jnp.array([9.0, 0.5, 2.0, 0.0]))
     nothing = jnp.full(4, -1)
     state = state._replace(found=(found,), choice=Choice(nothing, 0 * nothing, jnp.ones(4)))
     tokens = jnp.array([[0, 1, 2, 7], [7, 8, 9, 9], [0, 1, 2, 3], [0, 1, 2, 3]])
     tokens, count = jnp.pad(tokens, ((0, 0), (0, 6))), jnp.array([3, 4, 4, 4])
-    right, wrong = made.rule._evidence(state, Outcome(tokens, count, jnp.zeros(4, int), jnp.zeros(4, int)))
+    right, wrong = THREE._evidence(state, Outcome(tokens, count, jnp.zeros(4, int), jnp.zeros(4, int)))
     assert right[:, 0].tolist() == [[1, 2], [0, 0], [1, 1], [0, 0]]
     assert wrong[:, 0].tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]
     assert not right[:, 1:].any() | wrong[:, 1:].any()
 
 
-def test_a_text_of_wrong_drafts_loses_no_more_than_is_allowed():
-    """A model and a lookup that are always wrong, and are expected to be right."""
-    wrong = hybrid(Boaster(), Counting(), cost=0.25, memory=0.5, accept=0.99)
-    wrong = wrong.replace(prices=simple_prices((1, 3), 2, (0.0, 0.25), 0.1, ((0.99, 0.99), 0.99)))
+def test_texts_of_wrong_drafts_lose_no_more_than_is_allowed():
+    """A model and a lookup that are nearly always wrong, and are expected to be right."""
+    prices = tiny.prices_of((1, 3), 2, (0.0, 0.25), 0.1, (0.99, 0.99))
+    wrong = pair(Boaster(), Counting(), memory=0.5).replace(prices=prices)
     state, _ = (made := loop(wrong)).begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
     took, plain = np.zeros(3), np.zeros(3)
     while not state.done.all():
@@ -308,9 +300,10 @@ def test_a_text_of_wrong_drafts_loses_no_more_than_is_allowed():
         gained = np.asarray(state.length - before.length)
         took += np.where(gained > 0, state.drafter_state.rule.choice.cost, 0)
         plain += gained
-        allowed = choice_rule.FIRST + choice_rule.SHARE * plain
-        assert (took - plain <= allowed + 1e-4).all()
-        np.testing.assert_allclose(state.drafter_state.rule.credit, allowed - (took - plain), atol=1e-4)
+        rule, left = state.drafter_state.rule, choice_rule.FIRST + choice_rule.SHARE * plain - (took - plain)
+        np.testing.assert_allclose(rule.credit, left, atol=1e-4)
+        votes = np.asarray(before.limit - before.length) > 1
+        assert not rule.choice.length.any() or left[votes].mean() >= -1e-4
     assert (state.stats.num_drafts > 0).all()
     assert (state.stats.num_accepted_tokens < state.stats.num_drafts).all()
 
@@ -324,10 +317,10 @@ def texts_of_the_target() -> NGramDrafter:
 @pytest.mark.full
 def test_a_model_that_no_row_wants_does_not_run(monkeypatch):
     generous(monkeypatch)
-    state = ended(loop(hybrid(Boaster(), Counting(), cost=0.5, memory=0.0)))
+    state = ended(loop(pair(Boaster(), Counting(), cost=0.5, memory=0.0)))
     assert state.drafter_state.own[1].tolist() == [0, 0, 0]
     assert (state.stats.num_drafts > 9).all()
-    state = ended(loop(hybrid(Boaster(often=0), Counting(), cost=0.4)))
+    state = ended(loop(pair(Boaster(often=0), Counting(), cost=0.4)))
     assert (state.drafter_state.own[1] > 0).all()
     # Its wrong drafts do not pay, so most rounds are plain steps.
     assert (2 * state.stats.num_drafts < state.stats.num_rounds).all()
@@ -338,7 +331,7 @@ def test_a_last_token_that_leaves_no_room_for_a_draft():
     """The second method does not run then, but the first layers, which it shares with verification, must run."""
     second = LayerSkipDrafter(tiny.DEEP, 1, num_draft_tokens=5)
     texts = []
-    for drafter in (AutoregressiveDrafter(), hybrid(tiny.suffix(), second, tiny.DEEP)):
+    for drafter in (AutoregressiveDrafter(), pair(tiny.suffix(), second, tiny.DEEP)):
         made = loop(drafter, config=tiny.DEEP)
         state, _ = made.begin(PROMPTS, (2, 2, 2), capacity=2 * tiny.CAPACITY)
         state, _ = made.go_on(state)
@@ -370,11 +363,8 @@ class Branches(Counting):
     ],
 )
 def test_a_tree_costs_all_its_levels_and_nodes(cost, row, budget, expected):
-    drafter = hybrid(tiny.suffix(), Branches(3), cost=cost)
-    prices = simple_prices((1, 4, 9), 3, (0.0, cost), row, ((0.5, 0.75), 0.75))
-    choice = drafter.replace(prices=prices).rule.choose(
-        state_of(2), (found_of(0),), jnp.array([20]), jnp.array([budget])
-    )
+    rule = rule_of((0.0, cost), row, ((0.5, 0.75), 0.75), [Branches(3)], (1, 4, 9))
+    choice = rule.choose(state_of(2), (found_of(0),), jnp.array([20]), jnp.array([budget]))
     assert (choice.candidate.item() != 1, choice.length.item()) == expected
 
 
@@ -416,7 +406,9 @@ def test_rows_of_a_batch_take_copies_and_trees(kind, monkeypatch):
     plain = ran(AutoregressiveDrafter(), [])
     script = jnp.pad(plain.tokens, ((0, 0), (0, 9)))
     rounds, seen, both = [], np.zeros((2, 3), int), 0
-    state = ran(hybrid(Reader(script), head, cost=0.4, memory=1.0), rounds)
+    made = pair(Reader(script), head, cost=0.02, memory=1.0)
+    prices = made.prices.replace(accept=made.prices.accept.at[0].set(0.99))
+    state = ran(made.replace(prices=prices), rounds)
     assert tiny.generated(state, PROMPTS) == tiny.generated(plain, PROMPTS)
     for before, after in rounds:
         budget = np.asarray(before.limit - before.length - 1)
@@ -445,7 +437,7 @@ def drawn(distribution: Sampling) -> tiny.Loop:
     own = jax.tree.map(lambda leaf: 2.5 * leaf, tiny.params(small))
     second = DraftModelDrafter(small, num_draft_tokens=2).taking_turns()
     parts = Parts(
-        hybrid(Boaster(2, 2, 0.9), second, FOUR, memory=0.3), tiny.ACCEPTORS["rejection"](), distribution
+        pair(Boaster(2, 2, 0.9), second, FOUR, memory=0.3), tiny.ACCEPTORS["rejection"](), distribution
     )
     return tiny.Loop(parts, Weights(tiny.params(FOUR), (None, own)), FOUR)
 
@@ -490,7 +482,7 @@ def test_a_drafter_that_sat_out_drafts_as_well_as_before(name, monkeypatch):
     """Each row skips up to five consecutive rounds, at different times than its neighbours."""
     generous(monkeypatch)
     config, second, target, own = whole_drafts()[name]
-    made = loop(hybrid(Boaster(9, 5), second.taking_turns(), config, memory=0.0), target, own, config)
+    made = loop(pair(Boaster(9, 5), second.taking_turns(), config, memory=0.0), target, own, config)
     state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
     rounds = np.zeros((2, 3), int)
     while not state.done.all():
@@ -513,7 +505,7 @@ def test_the_plain_program_has_the_state_of_the_whole_one(name, monkeypatch):
     """The smaller program never drafts. Both have one state, so that a text can go on with either."""
     monkeypatch.setattr(choice_rule, "FIRST", -1e6)
     config, second, target, own = whole_drafts()[name]
-    whole, states = hybrid(NGramDrafter(num_draft_tokens=2), second.taking_turns(), config), []
+    whole, states = pair(NGramDrafter(num_draft_tokens=2), second.taking_turns(), config), []
     for drafter in (whole, whole.replace(plain=True)):
         made = loop(drafter, target, own, config)
         state, _ = made.begin(PROMPTS, BUDGETS, capacity=2 * tiny.CAPACITY)
@@ -533,9 +525,7 @@ def _plain_keys(state):
 def test_verification_runs_the_pending_token_of_every_row(other):
     """Also in the rounds of a draft that has run it through all layers, because the other rows have not."""
     (head, own), (first, _) = tiny.drafter_of("uno"), tiny.drafter_of(other)
-    made = tiny.choosing(
-        tiny.TARGET, (first, head), cost=0.2, row_cost=0.01, accept=0.7, memory=jnp.float32(0.8)
-    )
+    made = pair(first, head, cost=0.2, row_cost=0.01, accept=0.7, memory=0.8)
     state = ended(loop(made, own=own))
     assert (np.asarray(state.drafter_state.rule.used).sum(axis=0) > 0).all()
     assert tiny.generated(state, PROMPTS) == tiny.generated(ended(loop(AutoregressiveDrafter())), PROMPTS)
@@ -546,10 +536,10 @@ def test_a_head_reads_what_the_other_drafted():
     """Also for drafts longer than its own; hidden states that wait are absorbed in blocks, when it drafts next."""
     head, own = tiny.drafter_of("eagle", "confidence")
     first = texts_of_the_target().replace(num_draft_tokens=9)
-    alone, together = [ended(loop(one, own=own)) for one in (head, hybrid(first, head))]
+    alone, together = [ended(loop(one, own=own)) for one in (head, pair(first, head))]
     assert (together.stats.num_accepted_tokens > alone.stats.num_accepted_tokens).all()
     assert tiny.generated(together, PROMPTS) == tiny.generated(alone, PROMPTS)
-    made, state = hybrid(first, head), together.drafter_state
+    made, state = pair(first, head), together.drafter_state
     assert (state.waiting.count > 0).any()
     weights = Weights(tiny.params(), (None, own))
     behind, waiting = made._absorbed_waiting(
@@ -560,7 +550,7 @@ def test_a_head_reads_what_the_other_drafted():
 
 
 def test_a_masked_candidate_is_specialised():
-    drafter, _ = tiny.drafter_of("hybrid-asd", "constant")
+    drafter, _ = tiny.drafter_of("choosing-asd")
     assert not drafter.static
     masked = drafter.candidates[1].replace(static=True)
     drafter = dataclasses.replace(drafter, candidates=(drafter.candidates[0], masked))
@@ -586,44 +576,14 @@ def test_a_sorted_draft_with_a_cache_of_its_own_is_refused():
 # The method
 
 
-def test_both_methods_take_their_options():
-    made = registry.make("hybrid", {"first": "ngram", "exit_layer": 1, "ngram_max": 4, "draft_cost": 0.2})
-    first, second = methods.NGram(ngram_max=4), methods.LayerSkip(exit_layer=1)
-    assert made == methods.Hybrid(first=first, second=second, draft_cost=0.2)
-    assert methods.Hybrid(first="ngram").first == methods.NGram()
-    words = "hybrid --first suffix --second draft-model --draft-exit 1 --suffix-max 4 --num-draft-tokens 3"
-    assert parse_run(words) == methods.Hybrid(
-        first=methods.Suffix(suffix_max=4, num_draft_tokens=3),
-        second=methods.DraftModel(draft_exit=1, num_draft_tokens=3),
-    )
-
-
-def test_what_is_known_of_the_second_counts_before_it_has_drafted(monkeypatch):
-    made, _ = tiny.language_model().drafter("hybrid", exit_layer=1)
-    assert made.prices.accept[1].tolist() == [0.75] * made.num_draft_tokens
-    monkeypatch.setattr(methods.LayerSkip, "expectation", lambda *_: (0.8, 0.5))
-    made, _ = tiny.language_model().drafter("hybrid", exit_layer=1, num_draft_tokens=3)
-    np.testing.assert_allclose(made.prices.accept[1], [0.8, 0.5, 0.5], rtol=1e-6)
-
-
-@pytest.mark.full
-def test_what_it_is_made_of():
-    lm = tiny.language_model()
-    made, own = lm.drafter("hybrid", exit_layer=1, num_draft_tokens=3)
-    assert own == (None, None)
-    assert made.candidates[0] == lm.drafter("suffix", num_draft_tokens=3)[0]
-    assert made.candidates[1] == lm.drafter("layerskip", exit_layer=1, num_draft_tokens=3)[0]
-    # The draft reads one of two layers and the head, relative to the weights that a step reads.
-    expected = tiny.share_of_step(lm, lm.params["layers"][:1], head=True)
-    assert tiny.draft_cost(made) == pytest.approx(expected)
-    assert made.verify_widths == (1, 2, 4)
-    made, own = lm.drafter("hybrid", first="ngram", second="draft-model", draft=tiny.small_model())
-    runs = own[1]["layers"], own[1].get("head", own[1]["embed"])
-    assert tiny.draft_cost(made) == pytest.approx(tiny.share_of_step(lm, runs))
-    assert (made.num_draft_tokens, made.candidates[1].catch_up) == (10, 6)
-    assert (made.verify_widths[0], made.verify_widths[-1]) == (1, 11)
-    every = lm.drafter("hybrid", second="asd", every=2, keep_last=0)[0]
-    assert tiny.draft_cost(every) == pytest.approx(expected)
-    assert tiny.draft_cost(lm.drafter("hybrid", second="ngram")[0]) == 0
-    with refused("first is layerskip, which drafts with a model; give suffix, ngram or grammar"):
-        lm.drafter("hybrid", first="layerskip", second="ngram", exit_layer=1)
+def test_hybrid_is_a_spelling_of_auto():
+    among = methods.Suffix(suffix_max=4), methods.LayerSkip(exit_layer=1)
+    auto = methods.Auto(among=among, num_draft_tokens=3, explain=True)
+    options = {"exit_layer": 1, "suffix_max": 4, "num_draft_tokens": 3, "explain": True}
+    assert registry.make("hybrid", options) == auto
+    assert methods.Hybrid(first=among[0], second=among[1], num_draft_tokens=3, explain=True) == auto
+    words = "hybrid --first suffix --second layerskip --exit-layer 1 --suffix-max 4 --num-draft-tokens 3 --explain"
+    assert parse_run(words) == auto
+    assert methods.Hybrid(first="ngram", second=None) == methods.Auto(among=("ngram", "layerskip"))
+    result = tiny.language_model().generate([5], method="hybrid", max_new_tokens=3, **options)
+    assert {one.name for one in result.expected} == {"suffix", "layerskip 1"}

@@ -472,22 +472,19 @@ def test_each_row_has_the_gamma_of_its_own_text(monkeypatch):
 
 
 @pytest.mark.parametrize(("shares", "acceptor"), [(True, None), (True, "coupled"), (False, None)])
-@pytest.mark.parametrize("method", ["asd", "hybrid"])
-def test_rows_of_a_shared_mask_are_drawn_apart(monkeypatch, shares, acceptor, method):
+def test_rows_of_a_shared_mask_are_drawn_apart(monkeypatch, shares, acceptor):
     """The mask depends on all live rows: equal randomness in another row would reveal the next draws."""
     apart = []
     monkeypatch.setattr(
         "jaxspec.session.session.drawn_apart", lambda rows: apart.append(rows) or drawn_apart(rows)
     )
-    second = {"second": "asd"} if method == "hybrid" else {}
     shared.stream(
         [PROMPTS[0]] * 2,
-        method=method,
+        method="asd",
         shared_mask=shares,
         temperature=1.0,
         seed=[5, 5],
         acceptor=acceptor,
-        **second,
     )
     # With the coupled acceptor a text depends only on its seed, not on the drafts.
     assert len(apart) == (shares and acceptor is None)

@@ -143,17 +143,3 @@ def test_options_say_what_is_drafted():
 def test_wrong_trees_are_refused(options, line):
     with refused(line):
         methods.TokenRecycling(**options)
-
-
-@pytest.mark.full
-@pytest.mark.representatives("tree")
-@pytest.mark.parametrize("options", [{"no_tree": True}, {"tree": "8x4"}], ids=["chain", "tree"])
-def test_a_hybrid_takes_its_chain_and_its_tree(options):
-    """It learns in rounds of the other drafter too."""
-    lm = tiny.language_model()
-    limits = {"max_new_tokens": 16, "ignore_eos": True}
-    prompt = list(PROMPTS[2])
-    hybrid = methods.Hybrid(second=methods.TokenRecycling(**options), draft_cost=0.1)
-    found = lm.generate(prompt, method=hybrid, **limits)
-    assert found.tokens == lm.generate(prompt, **limits).tokens
-    assert found.statistics.num_accepted_tokens > 0

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from jaxspec.costs.rounds import DraftCost, StepCosts
-from jaxspec.drafting.choosing_drafter import ChoosingDrafter
 from jaxspec.engine.language_model import LanguageModel
 from jaxspec.methods import Method
 from jaxspec.methods.base import read_costs
@@ -62,7 +61,6 @@ def free_rows(lm: LanguageModel, method: Method, drafter: Drafter, params: Any) 
     draft = method.cost(lm.loaded, drafter, params)
     if draft is None:
         return None
-    runs = drafter.candidates[1] if isinstance(drafter, ChoosingDrafter) else drafter  # in a hybrid
     # A method that drafts in one pass drafts in every round, and a tree takes a pass for each of its levels.
-    length = runs.num_draft_tokens if draft.once or runs.drafts_trees else None
+    length = drafter.num_draft_tokens if draft.once or drafter.drafts_trees else None
     return FreeRows(draft, read_costs(lm.loaded), length)
