@@ -71,7 +71,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft-model": {"method": "draft-model", "num_draft_tokens": 4},
     "draft-exit": {"method": "draft-model", "draft_exit": 1, "stop_rule": "confidence", "gamma": 0.1},
     "s2d": {"method": "s2d"},
-    "hybrid": {"method": "hybrid", "second": "draft-model"},
 }
 
 
