@@ -353,7 +353,7 @@ def _figures(records: Sequence[Record], plain: Sequence[Record]) -> dict[str, fl
     first = [speed.first_token_ms(text) for text in texts]
     read = sum(record.prompt_tokens * len(record.texts) for record in records)
     same = [
-        _start(mine) == _start(other)
+        mine.tokens[:-1] == other.tokens[:-1]
         for record, reference in zip(records, plain, strict=True)
         for mine, other in zip(record.texts, reference.texts, strict=True)
     ]
@@ -376,10 +376,6 @@ def _ratio(mine: Sequence[Record], others: Sequence[Record]) -> list[float | Non
 
 def _taken(records: Sequence[Record]) -> list[Sequence[Result]]:
     return [record.texts for record in records]
-
-
-def _start(text: Result) -> list[int]:
-    return text.tokens[:-1]
 
 
 def table(report: Mapping[str, Any]) -> str:

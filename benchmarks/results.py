@@ -1,14 +1,10 @@
-"""Writes the made tables of README.md and of docs/measurements: `python -m benchmarks.results`."""
+"""Writes the made tables of README.md and of docs: `python -m benchmarks.results`."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import peers, speeds
-from jaxspec.console import frame
+from benchmarks import peers, skips, speeds
 from jaxspec.host.files import read_json
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -22,24 +18,16 @@ def tables() -> list[tuple[Path, str, str]]:
         (readme, peers.MADE, peers.table(stored)),
         (measurements / "index.md", speeds.MADE, speeds.table(("1.2b", "8b", "70b"))),
         (measurements / "real_model.md", peers.MADE, peers.table_of_ratios(stored)),
+        (DOCS / "results" / "skips.md", skips.MADE, skips.table(read_json(DOCS / "results" / "skips.json"))),
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
-    """Write the made tables of README.md and of docs/measurements."""
-
-    def run(self) -> None:
-        """Writes the tables."""
-        for path, mark, table in tables():
-            path.write_text(speeds.replaced(path.read_text("utf-8"), mark, table), encoding="utf-8")
-            print(f"wrote a table of {path}", file=sys.stderr)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    return frame.run_command("benchmarks.results", Results, Results.run, argv)
+def main() -> None:
+    """Writes the tables."""
+    for path, mark, table in tables():
+        path.write_text(speeds.replaced(path.read_text("utf-8"), mark, table), encoding="utf-8")
+        print(f"wrote a table of {path}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,16 @@ from jaxspec.protocol import Weights
 from jaxspec.sampling import Greedy, seed_key
 from jaxspec.testing.loop import prefill, run_rounds
 
-# The numbers of `counts`.
-COLUMNS = ("tokens", "rounds", "draft tokens", "choices", "layers", "steps")
+MADE = "<!-- Made by `python -m benchmarks.results` from docs/results/skips.json; do not edit. -->"
+HEADINGS = [
+    "run",
+    "tokens a round",
+    "rounds",
+    "draft tokens",
+    "choices",
+    "layers of a draft token",
+    "× plain",
+]
 
 
 def read(
@@ -87,6 +96,26 @@ def counts(lm: LanguageModel, run: str, prompts: list[list[int]], count: int, fr
     return np.array(found)
 
 
+def row(run: str, each: np.ndarray) -> list[str]:
+    """Returns the cells of a run from the counts of its prompts."""
+    tokens, rounds, drafted, choices, layers, steps = each.sum(axis=0)
+    drawn = np.random.default_rng(0).integers(len(each), size=(2000, len(each)))
+    sums = each[drawn].sum(axis=1)
+    _, limits = spread(np.append(tokens / steps, sums[:, 0] / sums[:, 5]))
+    low, high = limits or (math.nan, math.nan)
+    cells = [run, f"{tokens / rounds:.2f}", f"{rounds:.0f}", f"{drafted:.0f}", f"{choices:.0f}"]
+    return [*cells, f"{layers / max(drafted, 1):.1f}", f"{tokens / steps:.2f} ({low:.2f}–{high:.2f})"]
+
+
+def table(stored: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the table in Markdown of the counts of several commands by their headings."""
+    lines = [HEADINGS, ["---", *["--:"] * (len(HEADINGS) - 1)]]
+    for heading, runs in stored.items():
+        lines.append([f"**{heading}**", *[""] * (len(HEADINGS) - 1)])
+        lines += [row(f"`{run}`", np.array(each)) for run, each in runs.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def main() -> None:
     """Reads the arguments, counts and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -104,23 +133,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file of the counts of each prompt")
     given = parser.parse_args()
     lm = jaxspec.load(given.model, dtype="float32")
+    if lm.step_costs is not None:
+        parser.error("here are measured costs of steps of this model; set JAXSPEC_CACHE to a new folder")
     prompts = read(lm, given.text, given.prompts, given.passages, given.context, given.follows)
     lengths = sorted(map(len, prompts))
     print(
         f"{lm.name}, {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, {given.tokens} tokens each"
     )
-    print("run | tokens a round | rounds | draft tokens | choices | layers of a draft token | × plain")
-    stored: dict[str, Any] = {"model": lm.name, "columns": COLUMNS, "runs": {}}
+    print(*HEADINGS, sep=" | ")
+    stored = {}
     for run in given.run:
         each = counts(lm, run, prompts, given.tokens, given.free_rows)
-        tokens, rounds, drafted, choices, layers, _ = total = each.sum(axis=0)
-        drawn = np.random.default_rng(0).integers(len(each), size=(2000, len(each)))
-        sums = each[drawn].sum(axis=1)
-        _, limits = spread(np.append(total[0] / total[5], sums[:, 0] / sums[:, 5]))
-        low, high = limits or (math.nan, math.nan)
-        cells = f"{tokens / rounds:.2f} | {rounds:.0f} | {drafted:.0f} | {choices:.0f} | {layers / max(drafted, 1):.1f}"
-        print(f"{run} | {cells} | {total[0] / total[5]:.2f} ({low:.2f}–{high:.2f})", flush=True)
-        stored["runs"][run] = each.round(3).tolist()
+        print(*row(run, each), sep=" | ", flush=True)
+        stored[run] = each.round(3).tolist()
         if given.output:
             given.output.write_text(json.dumps(stored) + "\n", encoding="utf-8")
 

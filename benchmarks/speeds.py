@@ -167,14 +167,8 @@ def table(shapes: Sequence[str], devices: Sequence[str] = tuple(DEVICES)) -> str
 def _lines(shapes: Sequence[str], devices: Sequence[str]) -> Iterator[str]:
     stored = read_json(ROOT / "docs" / "measurements" / "speeds.json")
     cells = {(one["shape"], one["device"], one["column"]): one for one in stored["measured"]}
-    headings = (
-        "model",
-        "device",
-        "weights",
-        "GB a device",
-        "plain, tokens/s",
-        *(f"{one}, ×" for one in COLUMNS),
-    )
+    made = (f"{one}, ×" for one in COLUMNS)
+    headings = ("model", "device", "weights", "GB a device", "plain, tokens/s", *made)
     yield f"| {' | '.join(headings)} |"
     yield "|---|---|---|" + "--:|" * (2 + len(COLUMNS))
     for shape in shapes:
