@@ -20,7 +20,7 @@ class Hybrid(DraftingMethod):
     Attributes:
       first: a method; give its options too.
       second: the other method; give its options too.
-      explain: see `Auto`.
+      explain: report the choices, as method auto does.
 
     Examples:
       >>> from jaxspec.methods import LayerSkip

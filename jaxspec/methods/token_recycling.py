@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.methods.base import Lookup, Method
 from jaxspec.methods.resources import LoadedModel, Resources
-from jaxspec.methods.trees import TreeMethod
+from jaxspec.methods.trees import TreeMethod, size_of
 
 if TYPE_CHECKING:
     from jaxspec.protocol import Drafter
@@ -40,9 +40,14 @@ class TokenRecycling(Lookup, TreeMethod):
         from jaxspec.drafting.token_recycling_drafter import TokenRecyclingDrafter
 
         kept = min(NUM_LIKELY, target.config.vocab_size)
-        usual = "small" if resources.platform == "cpu" else "large"
-        return TokenRecyclingDrafter(self.shape(usual, kept), kept), None
+        return TokenRecyclingDrafter(self.shape(_usual(resources), kept), kept), None
 
     def limited(self, longest: int, target: LoadedModel, resources: Resources) -> Method:
-        """Returns the method with this K if it drafts a chain; a tree has a depth without an option."""
-        return super().limited(longest, target, resources) if self.no_tree else self
+        """Returns the method with this K if it drafts a chain, or if its usual tree is deeper."""
+        if self.no_tree or longest < size_of(_usual(resources))[1]:
+            return super().limited(longest, target, resources)
+        return self
+
+
+def _usual(resources: Resources) -> str:
+    return "small" if resources.platform == "cpu" else "large"

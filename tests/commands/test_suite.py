@@ -103,6 +103,7 @@ def make(lm: Fake, tasks=TASKS, distribution=GREEDY, runs=("ngram",), **options)
 
 def test_methods_take_turns_prompt_by_prompt_after_calls_that_compile():
     lm = Fake()
+    lm.ngram_says = [5, 6]  # texts drawn at random are not compared
     made = make(lm, repeats=2, distribution=GREEDY | {"temperature": 0.6})
     made.measure()
     given = GREEDY | {"temperature": 0.6, "max_new_tokens": 5, "max_batch": 1}
@@ -118,6 +119,7 @@ def test_methods_take_turns_prompt_by_prompt_after_calls_that_compile():
     assert made.sampling
     assert not make(Fake(), distribution=GREEDY | {"temperature": 9e-6}).sampling
     assert all(record.difference is None for record in made.records)
+    assert report(lm, made)["runs"]["ngram"]["all"]["identical_to_autoregressive"] is None
 
 
 def test_later_turns_hold_the_answers_of_plain_decoding():

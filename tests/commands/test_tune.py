@@ -243,7 +243,17 @@ def test_thresholds_that_draft_alike_are_tried_once():
         s2d_grid(s2d_sweep.THRESHOLDS, 12)
 
 
-def test_a_draft_with_one_exit_has_no_thresholds(deep):
+def test_the_fastest_thresholds_win_and_a_draft_with_one_exit_has_none(deep, monkeypatch):
+    def speed(method):
+        (first, second), draft = method[0].thresholds.tolist(), method[1]
+        score = 2 - abs(first - 0.7) - abs(second - 0.3) if draft == "parameters" else 0
+        return {"score": score, "tokens_per_second": 1.0, "draft_acceptance_rate": None}
+
+    monkeypatch.setattr(s2d_sweep, "Speed", lambda *_: speed)
+    drafter = S2DDrafter(deep.config, (1, 2, 3), jnp.zeros(2))
+    report = tune_s2d(deep, PROMPTS, drafter, "parameters")
+    assert report["results"][0]["thresholds"] == [0.7, 0.3]
+    assert len(report["results"]) == report["settings"] == 21
     with refused(r"the draft has one exit \(2 layers\)"):
         tune_s2d(deep, PROMPTS, S2DDrafter(deep.config, (2,), jnp.zeros(0)))
 

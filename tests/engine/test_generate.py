@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from jaxspec import methods
 from jaxspec.drafting.ngram_drafter import NGramDrafter
 from jaxspec.engine.language_model import LanguageModel
 from tests import refused, tiny
@@ -188,6 +189,10 @@ def test_messages_go_through_the_template(lm):
         ({"method": NGramDrafter(), "acceptor": "usual"}, "unknown acceptor 'usual'"),
         ({"method": "ngram", "ngram_max": 1000}, "max <= 128"),
         ({"method": NGramDrafter(), "num_draft_tokens": 3}, "num_draft_tokens belongs to a method's name"),
+        (
+            {"method": methods.NGram(), "ngram_max": 2},
+            "ngram_max belongs to a method's name; NGram carries its own",
+        ),
         ({"seed": -1}, "seed is -1"),
         ({"n": 0}, "n is 0; give at least 1"),
         ({"n": 1.5}, "n is 1.5"),

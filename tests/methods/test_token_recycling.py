@@ -128,6 +128,9 @@ def test_options_say_what_is_drafted():
     assert shape(no_tree=True).parents == (-1, 0, 1, 2)
     assert shape(no_tree=True, num_draft_tokens=2).is_chain
     assert shape(num_draft_tokens=11).is_chain
+    for count in (3, 9):  # of a choice: a maximum
+        (one,) = lm.candidates(methods.Auto(among="token-recycling", num_draft_tokens=count))
+        assert one.drafter.num_draft_tokens == min(count, 4)
 
 
 @pytest.mark.parametrize(

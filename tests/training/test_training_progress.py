@@ -6,7 +6,9 @@ import io
 import itertools
 import math
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -18,6 +20,7 @@ from tests.training.test_training_run import arguments, metrics
 from training import layerskip, option_files, sft, soft
 from training.data import bpe_tokenizer, conversations, packing, sizing, sources
 from training.data.sizing import AUTO
+from training.loop import training_loop
 from training.loop.progress import FIRST_S, MAX_S, Pace, Progress
 from training.reports import curves
 from training.start import start_model
@@ -80,6 +83,39 @@ def test_the_pace_is_of_the_latest_steps_and_unknown_without_any():
     pace.pause(5)
     assert pace.tokens_per_second == 100
     assert pace.seconds_left(10, 3) == 10 * 2 + 3 * 5
+
+
+def test_compilation_is_in_no_rate_and_a_batch_of_another_vocabulary_ends_the_run(monkeypatch, tmp_path):
+    """The program of the measurements is assumed to compile as long as the step."""
+    clock, compiles = Clock(), [50, 0]
+    monkeypatch.setattr(training_loop.time, "monotonic", clock)
+
+    class Running(float):
+        """A metric that is computed when the program has run for a while."""
+
+        def __float__(self) -> float:
+            clock.now += 10
+            return 2.0
+
+    def step_fn(state, batch):
+        clock.now += compiles.pop(0)
+        return state, {"loss": Running(), "tokens": 30.0, "gradient_norm": 1.0}
+
+    batches = ({"tokens": np.full((1, 8, 4), token)} for token in (8, 0, 9))
+    options, saved = training_loop.LoopOptions(steps=7, every=10), SimpleNamespace(standing=lambda: "intact")
+    console = Console(file=io.StringIO())
+    loop = training_loop.Loop(options, tmp_path, saved, None, step_fn, batches, 9, None, console)
+    with Progress(console, "step", 7, clock=clock) as shown:
+        loop._step(None, 0, shown)
+        assert loop._pace.tokens_per_second == 3
+        # Six steps of 10 s, and 50 s for the program.
+        assert loop._ahead(1) == "about 2 min left"
+        loop._step(None, 1, shown)
+        assert loop._pace.tokens_per_second == 3
+        with pytest.raises(
+            training_loop.Failed, match="step 3 holds tokens from 9 to 9, the vocabulary has 9"
+        ):
+            loop._step(None, 2, shown)
 
 
 def test_times_are_said_as_people_say_them():
