@@ -233,7 +233,7 @@ def kind_of(one: str | Method, name: str = "among") -> type[Method]:
     except ValueError as error:
         raise ValueError(f"`{name}`: {error}") from None
     if kind.composite or not kind.options():
-        raise ValueError(f"{name} names {kind.name!r}; give a method that drafts, and does not choose others")
+        raise ValueError(f"`{name}` is {kind.name}; give a method that drafts itself, such as ngram")
     return kind
 
 

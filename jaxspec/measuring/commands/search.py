@@ -54,9 +54,9 @@ class Search:
 
             options = self.search
             lm = self.model.load()
+            prompts = read_kinds(lm, options.tokens, self.prompts)
             output = output_file(self.output, lm, PLAN_NAME)
             with lock.exclusive(output.parent, tell, "output", f"{output.name}.lock"):
-                prompts = read_kinds(lm, options.tokens, self.prompts)
                 log = output.with_suffix(".trials.jsonl")
                 run = functools.partial(
                     search,
@@ -77,7 +77,7 @@ class Search:
                 write_plan(output, lm.fingerprint, found.best.plan, origin, names)
         result = report(lm, found, options, kinds) | {"output": str(output)}
         show(result, self.json, _parts)
-        speedup = result["best"]["predicted_speedup"]
+        speedup = max(one["predicted_speedup"] for one in [result["best"], *result["kinds"]])
         if speedup < 1:
             tell(f"warning: with every mask tried, drafts are slower than plain decoding ({speedup:.2f}×)")
         if found.interrupted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,12 +70,15 @@ class Vocab:
         with Progress() as progress:
             progress("loading the model")
             from jaxspec.io.methods.vocabulary_file import VOCABULARY_NAME
+            from jaxspec.measuring.tuning.texts import continuations
             from jaxspec.measuring.tuning.token_counts import coverage, encoded, held_out_coverage, rank
 
             lm = self.model.load()
+            kinds, prompts = self._prompts(lm)
             output = output_file(self.output, lm, VOCABULARY_NAME)
             progress("counting")
-            written = self._written(lm, progress)
+            texts = continuations(lm, prompts, self._budget, progress) if prompts else []
+            written = list(zip(kinds, texts, strict=True))
             own = [ids for _, ids in written]
             ranking, counts = rank(lm, itertools.chain(own, encoded(lm, self.data)), self.size)
             found_by = {
@@ -99,17 +102,20 @@ class Vocab:
         show(report, self.json, _parts)
         return 0
 
-    def _written(self, lm: LanguageModel, progress: Progress) -> list[tuple[str, list[int]]]:
-        """Generates the model's own text after the prompts; returns it with their kinds."""
-        from jaxspec.measuring.tuning.texts import continuations, read_kinds
+    @property
+    def _budget(self) -> int:
+        return 128 if self.max_new_tokens is None else self.max_new_tokens
+
+    def _prompts(self, lm: LanguageModel) -> tuple[Sequence[str], Sequence[list[int]]]:
+        """Returns the kinds of the prompts, and the prompts, of --generate."""
+        from jaxspec.measuring.tuning.texts import read_kinds
         from jaxspec.measuring.tuning.tuning_options import PromptOptions
 
         if not self.generate:
-            return []
+            return (), ()
         options = PromptOptions(self.prompt_file, chat="on" if self.chat else "off")
-        budget = 128 if self.max_new_tokens is None else self.max_new_tokens
-        kinds, prompts = zip(*read_kinds(lm, budget, options), strict=True)
-        return list(zip(kinds, continuations(lm, prompts, budget, progress), strict=True))
+        kinds, prompts = zip(*read_kinds(lm, self._budget, options), strict=True)
+        return kinds, prompts
 
 
 def _parts(report: dict[str, Any]) -> Iterator[str | Table]:

@@ -48,7 +48,7 @@ def read_kinds(
     found = []
     for path in texts[: options.limit]:
         text = read_text(path, _WANTED).removesuffix("\n")
-        ids = encoded(lm, Task(path, path, (text,)), chat=options.chat) if text else []
+        ids = encoded(lm, Task(path, path, (text,)), chat=options.chat) if text.strip() else []
         if not ids:
             raise ValueError(f"{path} is empty; {_WANTED}")
         if len(ids) > room:
