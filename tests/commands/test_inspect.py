@@ -218,6 +218,10 @@ def test_one_layer(monkeypatch):
     assert report["mask"] == {"skip_attention": [], "skip_mlp": [], "weights_read": 1.0}
 
 
+def test_the_budget_is_what_the_context_leaves(lm):
+    assert [home._budget(lm, DEEP.context_length - 3, asked) for asked in (None, 2)] == [3, 2]
+
+
 def test_marks_of_a_mask():
     mask = {"skip_attention": [0, 2, 11], "skip_mlp": [1, 2]}
     assert _marks(mask, 12) == "▄▀·███████ █▄"

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import signal
+import types
 import typing
 
 import jax
@@ -461,6 +462,22 @@ def test_a_head_is_found_beside_its_target_and_where_it_comes_along(folder, tmp_
     (shipped / "config.json").write_text(json.dumps(content))
     with refused("method eagle3 needs a head"):
         jaxspec.load(folder).generate("Once", method="eagle3")
+
+
+def test_a_run_of_another_head_is_another_run():
+    """An entry less would resume a run with the checkpoint of another head or loss."""
+
+    def of(words):
+        given = ["--target", "t", "--data", "d", "--kind", *words.split()]
+        options = option_files.parse(command.Options, given, "heads")
+        return command.identity(options, types.SimpleNamespace(aux_layers=(1,)), "f", None)
+
+    for one, more in (
+        ("eagle3", ("--fc-norm", "--loss lk", "--test-steps 3", "--step-decay 0.5", "--intermediate-size 8")),
+        ("medusa", ("--shared-head", "--num-heads 2")),
+        ("dspark", ("--num-layers 3", "--markov-rank 8")),
+    ):
+        assert len({str(of(f"{one} {words}")) for words in ("", *more)}) == 1 + len(more)
 
 
 def test_a_vocabulary_is_ranked_or_counted(folder):

@@ -18,7 +18,7 @@ from jaxspec.decoding import Parts
 from jaxspec.drafting import choice_rule
 from jaxspec.drafting.autoregressive_drafter import AutoregressiveDrafter
 from jaxspec.drafting.choice_rule import Choice, ChoiceRule, ChoiceState, Found
-from jaxspec.drafting.choosing_drafter import ChoosingDrafter, widths_of
+from jaxspec.drafting.choosing_drafter import ChoosingDrafter, _with, widths_of
 from jaxspec.drafting.draft_model_drafter import DraftModelDrafter
 from jaxspec.drafting.layerskip_drafter import LayerSkipDrafter
 from jaxspec.drafting.lookup import LookupDrafter, joined
@@ -547,6 +547,14 @@ def test_a_head_reads_what_the_other_drafted():
     )
     assert not waiting.count.any()
     np.testing.assert_allclose(behind[1].own.hidden, alone.drafter_state.own.hidden, atol=1e-5)
+
+
+def test_a_stop_rule_may_end_a_draft_before_the_chosen_length():
+    tokens, mine = jnp.arange(9).reshape(3, 3), jnp.array([True, True, False])
+    joined, drafted = Proposal(0 * tokens - 1, jnp.array([0, 0, 2])), Proposal(tokens, jnp.array([1, 3, 3]))
+    made = _with(joined, drafted, mine, jnp.array([3, 2, 1]))
+    assert made.count.tolist() == [1, 2, 2]
+    assert made.tokens.tolist() == [[0, 1, 2], [3, 4, 5], [-1, -1, -1]]
 
 
 def test_a_masked_candidate_is_specialised():
