@@ -377,6 +377,24 @@ def test_a_card_asks_a_held_out_question():
     assert card._question(windows) is None
 
 
+def test_a_card_counts_the_parameters_that_are_written():
+    record = {
+        "parameters": 10**9,
+        "options": {"start": "scratch", "weights": "bfloat16"},
+        "commands": ["c"],
+        "exits": [1],
+        "documents": {"a": 1, "b": 1},
+        "tokens": {"training": {"a": 1, "b": 1}, "held_out": {"a": 1, "b": 1}},
+    }
+    measured = {"held_out_loss": 1.0, "held_out_loss/a": 1.0, "held_out_loss/b": 2.0, "acceptance/1/a": 0.5}
+    used = "float16, trained in bfloat16", "jaxspec generate x --model m"
+    text = card.write("m", CONFIG, record, [], 0, measured, {}, *used)
+    assert text.endswith("## Use it\n\n```bash\njaxspec generate x --model m\n```\n")
+    assert f"A Llama of {llama.num_params(CONFIG) / 1e6:.1f} million parameters" in text
+    assert "| b | 1 | 1 | 1 | 2.000 | - |" in text
+    assert "| weights | float16, trained in bfloat16 |" in text
+
+
 @pytest.mark.full
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(folder, monkeypatch, capsys):
     """A step that turns to NaN after the first checkpoint."""
