@@ -160,7 +160,7 @@ def page_cells(paper):
                     yield NAMES.get(name, name), heading, dict(zip(("large", "small"), lines, strict=True))
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*-*.json")), ids=lambda path: path.stem)
 def test_the_page_has_figures_of_the_stored_counts(path):
     """The page has the mean of five searches of Draft & Verify. Only the counts of the first search are stored."""
     paper, model = path.stem.split("-")
