@@ -111,7 +111,7 @@ def table(stored: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the table in Markdown of the counts of several commands by their headings."""
     lines = [HEADINGS, ["---", *["--:"] * (len(HEADINGS) - 1)]]
     for heading, runs in stored.items():
-        lines.append([f"**{heading}**", *[""] * (len(HEADINGS) - 1)])
+        lines.append([f"**{heading}**"])
         lines += [row(f"`{run}`", np.array(each)) for run, each in runs.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
