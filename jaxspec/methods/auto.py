@@ -63,7 +63,9 @@ class Auto(DraftingMethod):
         super().__post_init__()
         if len(self.among) > _MOST:
             raise ValueError(f"among names {len(self.among)} methods; give at most {_MOST}")
-        among = tuple(kind_of(one)() if isinstance(one, str) else one for one in self.among)
+        # `kind_of` also refuses objects of methods that do not draft by themselves.
+        pairs = [(one, kind_of(one)) for one in self.among]
+        among = tuple(kind() if isinstance(one, str) else one for one, kind in pairs)
         object.__setattr__(self, "among", among)
 
     @classmethod

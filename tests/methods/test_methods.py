@@ -196,6 +196,13 @@ def test_wrong_options_are_one_line(name, options, line):
         registry.make(name, options, ["max_new_tokens"])
 
 
+@pytest.mark.parametrize("one", [methods.Auto(), methods.Autoregressive()], ids=lambda one: one.name)
+def test_among_refuses_what_does_not_draft_by_itself(one):
+    """Also as an object of the class, which the registry does not see."""
+    with refused(f"`among` is {one.name}; give a method that drafts"):
+        methods.Auto(among=(methods.NGram(), one))
+
+
 @pytest.mark.parametrize("name", registry.built_in())
 def test_no_value_of_an_option_has_another_error(name):
     """A file of prompts or a client may give any JSON value, to options of the parts too."""
